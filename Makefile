@@ -1,0 +1,41 @@
+# `make run` trains on real data, `make test` checks; both set up everything they need in .venv first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: run test test-all lint format types check docs clean help
+
+run: $(READY)  ## train on scikit-learn's digits (under three minutes on two cores)
+	$(BIN)/fedprophet train $(ARGS)
+
+test: $(READY)  ## the quick tests, with coverage
+	$(BIN)/python -m pytest -m "not slow" --cov --cov-report=term $(ARGS)
+
+test-all: $(READY)  ## every test, the slow ones included
+	$(BIN)/python -m pytest --cov --cov-report=term $(ARGS)
+
+lint: $(READY)  ## format and lint, without changing anything
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(READY)  ## mypy --strict
+	$(BIN)/mypy
+
+check: lint types test-all  ## what CI runs
+
+format: $(READY)  ## format and fix in place
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:  ## remove the environment and caches (runs/ stays)
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage build dist
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "FedProphet needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.12 $(MAKECMDGOALS)")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[plots,dev]'
+	@touch $@

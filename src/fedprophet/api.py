@@ -1,0 +1,79 @@
+"""FedProphet from Python: the same runs as on the command line, with a model and data of your own."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fedprophet.cascade.atoms import Chain
+from fedprophet.data.dataset import Dataset
+from fedprophet.runs import results
+from fedprophet.runs.config import Config, load_config, parse_config
+from fedprophet.runs.run import Observer, play, reopen, start, write_model
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """A finished run: where its files are, and its closing summary (accuracies, modules, memory)."""
+
+    path: Path
+    results: Mapping[str, Any]
+
+
+def train(
+    config: Config | Mapping[str, Any] | str | Path | None = None,
+    *,
+    model: nn.Module | Chain | None = None,
+    data: Dataset | None = None,
+    out: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    observer: Observer | None = None,
+) -> TrainedRun:
+    """Train and return what came out.
+
+    `config` is a preset's name, a TOML file, a mapping of keys, or a `Config`. `model` and `data` replace the ones that
+    the configuration names; the run's folder is `out`, or runs/NAME under the current directory.
+    """
+    run = start(_config(config, overrides), Path(out) if out is not None else None, model, data)
+    return TrainedRun(run.files.path, play(run, observer))
+
+
+def resume(
+    path: str | Path,
+    *,
+    model: nn.Module | Chain | None = None,
+    data: Dataset | None = None,
+    observer: Observer | None = None,
+) -> TrainedRun:
+    """Go on with a run that was stopped; a model or data of your own must be handed over again."""
+    return TrainedRun(Path(path), play(reopen(Path(path), model, data), observer))
+
+
+def evaluate(
+    path: str | Path,
+    attacks: Sequence[str] = ("clean", "pgd20"),
+    *,
+    model: nn.Module | Chain | None = None,
+    data: Dataset | None = None,
+) -> dict[str, dict[str, Any]]:
+    """Return a run's personalised and global accuracy under each attack."""
+    run = reopen(Path(path), model, data)
+    names = results.parse_attacks(",".join(attacks))
+    return results.evaluate(run.session, run.state, names, run.session.engine)
+
+
+def export(
+    path: str | Path, out: str | Path, *, model: nn.Module | Chain | None = None, data: Dataset | None = None
+) -> None:
+    """Write a run's model with averaged norm statistics as one safetensors file."""
+    write_model(reopen(Path(path), model, data), Path(out))
+
+
+def _config(config: Config | Mapping[str, Any] | str | Path | None, overrides: Sequence[str]) -> Config:
+    if isinstance(config, Config):
+        return config
+    if isinstance(config, Mapping):
+        return parse_config(config)
+    return load_config(config, overrides)

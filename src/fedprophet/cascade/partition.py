@@ -1,0 +1,47 @@
+"""Algorithm 1: cut a chain of atoms into modules that each train within a memory budget."""
+
+from dataclasses import dataclass
+
+from fedprophet.cascade.cost import ChainCost
+from fedprophet.errors import BudgetError
+from fedprophet.sizes import format_size
+
+
+@dataclass(frozen=True)
+class Module:
+    """Atoms `first` … `last` − 1, trained together: memory and FLOPs with the auxiliary head, parameters without."""
+
+    index: int
+    first: int
+    last: int
+    memory: int
+    flops: int
+    parameters: int
+
+
+def smallest_budget(cost: ChainCost) -> tuple[int, int]:
+    """Return the smallest budget in bytes that a partition exists for, and the index of the atom that needs it."""
+    needs = [cost.memory(atom, atom + 1) for atom in range(len(cost.atoms))]
+    need = max(needs)
+    return need, needs.index(need)
+
+
+def partition(cost: ChainCost, budget: int) -> tuple[Module, ...]:
+    """Return the modules of Algorithm 1: each takes atoms as long as it fits, which means at most the budget."""
+    need, largest = smallest_budget(cost)
+    if budget < need:
+        atom = cost.atoms[largest]
+        raise BudgetError(
+            f"a budget of {budget} bytes ({format_size(budget)}) is too small: atom {atom.label} "
+            f"needs {need} bytes ({format_size(need)}) for a batch of {cost.batch} and cannot be cut further. "
+            f"The smallest budget that works is {need} bytes; a smaller batch lowers it"
+        )
+    starts = [0]
+    for index in range(1, len(cost.atoms)):
+        if cost.memory(starts[-1], index + 1) > budget:
+            starts.append(index)
+    ends = [*starts[1:], len(cost.atoms)]
+    return tuple(
+        Module(index, first, last, cost.memory(first, last), cost.flops(first, last), cost.parameters(first, last))
+        for index, (first, last) in enumerate(zip(starts, ends, strict=True))
+    )

@@ -1,0 +1,91 @@
+"""The command line. Commands raise errors; `main` alone turns them into a sentence and an exit code."""
+
+import errno
+import json
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from fedprophet.cli.config import config_app
+from fedprophet.cli.evaluate import evaluate_command, export_command
+from fedprophet.cli.partition import partition_command
+from fedprophet.cli.train import train_command
+from fedprophet.errors import FedProphetError
+from fedprophet.methods import METHODS
+from fedprophet.models import MODELS
+from fedprophet.runs.run import RunStoppedError
+from fedprophet.version import __version__
+
+app = typer.Typer(
+    help="Federated adversarial training within a memory budget.\n\nStart with: fedprophet train",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+app.command("train")(train_command)
+app.command("evaluate")(evaluate_command)
+app.command("export")(export_command)
+app.command("partition")(partition_command)
+app.add_typer(config_app, name="config")
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command("methods")
+def methods_command(json_: Json = False) -> None:
+    """List the training methods. Example: fedprophet methods"""
+    _listing({name: entry.summary for name, entry in METHODS.items()}, json_)
+
+
+@app.command("models")
+def models_command(json_: Json = False) -> None:
+    """List the models of the registry. Example: fedprophet models"""
+    _listing({name: entry.description for name, entry in MODELS.items()}, json_)
+
+
+def _listing(entries: dict[str, str], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(entries, indent=2))
+        return
+    table = Table.grid(padding=(0, 2))
+    for name, text in entries.items():
+        table.add_row(name, text)
+    Console().print(table)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"fedprophet {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line: exit code 0 for success, 2 for what the user can mend, 130 for Ctrl-C."""
+    try:
+        app()
+    except RunStoppedError as stop:
+        _say(str(stop), 130)
+    except FedProphetError as error:
+        _say(f"error: {error}", 2)
+    except KeyboardInterrupt:
+        _say("stopped", 130)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM):
+            raise
+        _say(f"error: cannot write {error.filename or 'a file'}: {error.strerror}. Make room or give another folder", 2)
+
+
+def _say(text: str, code: int) -> None:
+    print(text, file=sys.stderr)
+    sys.exit(code)

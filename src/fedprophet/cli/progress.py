@@ -1,0 +1,278 @@
+"""How a run shows itself: a live display in a terminal, plain lines everywhere else."""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from fedprophet.client.task import TaskKind
+from fedprophet.runs.run import Observer
+from fedprophet.runs.session import Session
+from fedprophet.server.coordinator import Record
+from fedprophet.sizes import format_size
+
+WORK_NAMES: Mapping[TaskKind, str] = {
+    "report": "asking clients",
+    "train": "training",
+    "evaluate": "evaluating",
+    "measure": "measuring perturbations",
+}
+
+
+def observer_for(console: Console) -> "PlainLines | LiveDisplay":
+    """Return the live display in a terminal, plain lines otherwise."""
+    return LiveDisplay(console) if console.is_terminal else PlainLines(console)
+
+
+def percent(value: float | None) -> str:
+    """Return an accuracy for people."""
+    return "–" if value is None else f"{100 * value:.1f} %"
+
+
+def duration(seconds: float) -> str:
+    """Return a time span for people: `1:05` or `2:03:40`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class _Clock:
+    """Estimates the time left. A stage may converge early, so what it says is a bound: "at most"."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self.done = 0
+        self._seconds: list[float] = []
+
+    def start(self, session: Session, round: int) -> None:
+        stages = len(session.world.modules) if session.config.method == "fedprophet" else 1
+        self.total = stages * session.config.rounds
+        self.done = round
+
+    def round_done(self, record: Record, session: Session, seconds: float) -> None:
+        self._seconds.append(seconds)
+        before = (record.get("module", 1) - 1) * session.config.rounds
+        self.done = before + record.get("stage_round", record["round"])
+        if "fixed" in record:
+            self.done = before + session.config.rounds
+
+    @property
+    def left(self) -> str:
+        """The time left at most, from the mean of the last rounds."""
+        recent = self._seconds[-10:]
+        if not recent:
+            return "…"
+        return duration((self.total - self.done) * sum(recent) / len(recent))
+
+
+def _facts(record: Record, session: Session) -> list[tuple[str, str]]:
+    """Return what a person wants to know of a round, in the order it is shown."""
+    modules = len(session.world.modules)
+    facts = [("round", str(record["round"]))]
+    if "module" in record:
+        facts.append(("module", f"{record['module']}/{modules}"))
+        facts.append(("of stage", f"{record['stage_round']}/{session.config.rounds}"))
+    facts.append(("eps", f"{record['epsilon']:.3f}" if record["adversarial_training"] else "warm-up"))
+    if record.get("alpha") is not None:
+        facts.append(("alpha", f"{record['alpha']:.2f}"))
+    facts.append(("loss", "–" if record["loss"] is None else f"{record['loss']:.3f}"))
+    facts += [
+        (name, percent(record[key])) for name, key in (("clean", "clean"), ("PGD", "adversarial")) if key in record
+    ]
+    return facts
+
+
+def _events(record: Record) -> list[str]:
+    """Return what happened in a round beside the ordinary."""
+    lines = [f"round {record['round']}: client {c} was dropped: {why}" for c, why in record["dropped"].items()]
+    if "fixed" in record:
+        fixed = record["fixed"]
+        lines.append(
+            f"module {fixed['module']} fixed at its best round {fixed['round']}: clean {percent(fixed['clean'])}, "
+            f"PGD {percent(fixed['adversarial'])}"
+        )
+    return lines
+
+
+def _headline(session: Session, path: Path, round: int) -> str:
+    config, world = session.config, session.world
+    what = f"{config.method} on {session.dataset.name}: {config.model.name} in {len(world.modules)} modules of at most "
+    what += f"{format_size(session.budget)} (whole model {format_size(world.cost.total_memory)}), "
+    what += f"{config.population.cohort} of {config.population.clients} clients a round"
+    return what + (f"; going on after round {round}" if round else "") + f"\nrun: {path}"
+
+
+class PlainLines:
+    """One line for each round; quiet in between."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._clock = _Clock()
+        self._session: Session | None = None
+
+    def __enter__(self) -> "PlainLines":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def started(self, session: Session, path: Path, round: int) -> None:
+        """Say what is going to be trained."""
+        self._session = session
+        self._clock.start(session, round)
+        self._print(_headline(session, path, round))
+
+    def note(self, text: str) -> None:
+        """Pass on something the user should know."""
+        self._print(f"note: {text}")
+
+    def task_done(self, kind: TaskKind, done: int, total: int) -> None:
+        """Say nothing between rounds."""
+
+    def round_done(self, record: Record, seconds: float) -> None:
+        """Print the round's line."""
+        assert self._session is not None
+        self._clock.round_done(record, self._session, seconds)
+        facts = "  ".join(f"{name} {value}" for name, value in _facts(record, self._session))
+        self._print(f"{facts}  ({seconds:.1f} s, at most {self._clock.left} left)")
+        for line in _events(record):
+            self._print(line)
+
+    def finishing(self) -> None:
+        """Say what comes after the last round."""
+        self._print("evaluating the trained model")
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class LiveDisplay:
+    """A bar, the round's facts and the work at hand, redrawn in place; events stay above it."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._clock = _Clock()
+        self._bar = Progress(BarColumn(40), TextColumn("{task.description}"), console=console)
+        self._task = self._bar.add_task("starting")
+        self._latest: list[tuple[str, str]] = []
+        self._accuracies: dict[str, str] = {}
+        self._work = "starting"
+        self._live = Live(self._render(), console=console, refresh_per_second=8, transient=True)
+        self._session: Session | None = None
+        self._drawn = 0.0
+
+    def __enter__(self) -> "LiveDisplay":
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def started(self, session: Session, path: Path, round: int) -> None:
+        """Say what is going to be trained and set up the bar."""
+        self._session = session
+        self._clock.start(session, round)
+        self._console.print(_headline(session, path, round), markup=False, highlight=False)
+        self._bar.update(self._task, total=self._clock.total, completed=self._clock.done)
+
+    def note(self, text: str) -> None:
+        """Pass on something the user should know."""
+        self._console.print(f"note: {text}", markup=False, highlight=False)
+
+    def task_done(self, kind: TaskKind, done: int, total: int) -> None:
+        """Show which client's work is done; redraws are rationed, tasks can be very short."""
+        self._work = f"{WORK_NAMES[kind]} {done}/{total}"
+        if time.monotonic() - self._drawn > 0.1:
+            self._draw()
+
+    def round_done(self, record: Record, seconds: float) -> None:
+        """Show the round's facts; an evaluation's accuracies stay until the next one."""
+        assert self._session is not None
+        self._clock.round_done(record, self._session, seconds)
+        facts = _facts(record, self._session)
+        self._latest = [fact for fact in facts if fact[0] not in ("clean", "PGD")]
+        self._accuracies |= {name: value for name, value in facts if name in ("clean", "PGD")}
+        for line in _events(record):
+            self._console.print(line, markup=False, highlight=False)
+        left = f"at most {self._clock.left} left"
+        self._bar.update(self._task, completed=self._clock.done, description=left)
+        self._draw()
+
+    def finishing(self) -> None:
+        """Show that only the closing evaluation is left."""
+        self._bar.update(self._task, completed=self._clock.total, description="evaluating the trained model")
+        self._draw()
+
+    def _draw(self) -> None:
+        self._drawn = time.monotonic()
+        self._live.update(self._render())
+
+    def _render(self) -> Table:
+        grid = Table.grid(padding=(0, 1))
+        facts = Text()
+        for name, value in [*self._latest, *self._accuracies.items()]:
+            facts.append(f"{name} ", style="dim")
+            facts.append(f"{value}   ")
+        grid.add_row(facts)
+        grid.add_row(self._bar)
+        grid.add_row(Text(self._work, style="dim"))
+        return grid
+
+
+def closing_table(results: Mapping[str, Any], path: Path, console: Console) -> None:
+    """Print what the run reached, for a person."""
+    budget, whole = results["budget_bytes"], results["whole_model_bytes"]
+    table = Table(title="Modules", title_justify="left")
+    for heading in ("Module", "Layers"):
+        table.add_column(heading)
+    for heading in ("Memory", "of budget", "of whole model", "Clean", "PGD"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    stages = results.get("stages", [])
+    for row in results["modules"]:
+        stage = stages[row["index"] - 1] if len(stages) >= row["index"] else {}
+        memory = row["memory_bytes"]
+        table.add_row(
+            str(row["index"]),
+            ", ".join(row["layers"]),
+            format_size(memory),
+            f"{100 * memory / budget:.0f} %",
+            f"{100 * memory / whole:.0f} %",
+            percent(stage.get("clean")),
+            percent(stage.get("adversarial")),
+        )
+    console.print(table)
+    console.print(_accuracy_table(results))
+    largest = max(row["memory_bytes"] for row in results["modules"])
+    console.print(
+        f"A client needs {format_size(largest)} to train a module; the whole model would take {format_size(whole)}.\n"
+        f"{results['rounds']} rounds, seed {results['seed']}. Files: {path}",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def _accuracy_table(results: Mapping[str, Any]) -> Table:
+    attacks = list(results["personalised"])
+    table = Table(title="Accuracy of the trained model", title_justify="left")
+    table.add_column("Measured on")
+    for name in attacks:
+        table.add_column("Clean" if name == "clean" else name.upper().replace("PGD", "PGD-"), justify="right")
+    table.add_column("Samples", justify="right")
+    meaning = {
+        "personalised": "personalised: each client's own held-out data and norm layers",
+        "global": "global: the exported model, averaged norm layers, on the test set",
+    }
+    for key, text in meaning.items():
+        values = [percent(results[key][name]["accuracy"]) for name in attacks]
+        table.add_row(text, *values, str(results[key][attacks[0]]["samples"]))
+    return table
+
+
+__all__ = ["LiveDisplay", "Observer", "PlainLines", "closing_table", "observer_for"]

@@ -1,0 +1,35 @@
+"""Fixed modules by the hash of their shared parameters, so that each travels once and is checked when it arrives."""
+
+import hashlib
+from collections.abc import Mapping
+
+from torch import Tensor
+
+
+def digest(parameters: Mapping[str, Tensor]) -> str:
+    """Return the hash of names, shapes, types and bytes. Norm layers are a client's own: they are left out by it."""
+    hasher = hashlib.blake2b(digest_size=16)
+    for name in sorted(parameters):
+        tensor = parameters[name].detach().cpu().contiguous()
+        hasher.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
+        hasher.update(tensor.view(-1).numpy().tobytes())
+    return hasher.hexdigest()
+
+
+class ModuleStore:
+    """Shared parameters of fixed modules. The server adds to it; an engine brings what is in it to its clients."""
+
+    def __init__(self) -> None:
+        self._modules: dict[str, Mapping[str, Tensor]] = {}
+
+    def add(self, parameters: Mapping[str, Tensor]) -> str:
+        """Keep a fixed module and return its digest."""
+        name = digest(parameters)
+        self._modules.setdefault(name, dict(parameters))
+        return name
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._modules
+
+    def __getitem__(self, name: str) -> Mapping[str, Tensor]:
+        return self._modules[name]

@@ -1,0 +1,63 @@
+"""Adversarial cascade learning on one client (Section 5.1): attack the batch, then step on what the attack found."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fedprophet.attacks.pgd import pgd
+from fedprophet.client.segment import Segment
+from fedprophet.client.task import ClientTask
+from fedprophet.randomness import generator, key
+
+
+def batches(samples: int, size: int, iterations: int, task: ClientTask) -> Iterator[Tensor]:
+    """Yield the positions of `iterations` batches: shuffled passes, the last batch of a pass may be smaller."""
+    done = 0
+    while done < iterations:
+        order = torch.randperm(samples, generator=generator(task.seed, "batches", task.round, task.client, done))
+        for batch in torch.split(order, size)[: iterations - done]:
+            yield batch
+            done += 1
+
+
+def train(task: ClientTask, segment: Segment, inputs: Tensor, labels: Tensor) -> float:
+    """Train the segment in place on its inputs (images, or cached z_{m−1}); return the mean loss of the iterations.
+
+    Training stops at the first loss that is not finite, and that is what is returned. Dropout draws from torch's global
+    generator, which the caller puts back.
+    """
+    assert task.training is not None
+    hyper = task.training
+    parameters = segment.parameters()
+    optimiser = torch.optim.SGD(
+        parameters, lr=hyper.learning_rate, momentum=hyper.momentum, weight_decay=hyper.weight_decay
+    )
+    total = 0.0
+    for iteration, batch in enumerate(batches(len(labels), hyper.batch, hyper.iterations, task)):
+        x = perturb(task, segment, inputs[batch], labels[batch], iteration)
+        # A batch of one sample has no batch statistics: its norm layers stay in evaluation mode.
+        torch.manual_seed(key(task.seed, "dropout", task.round, task.client, iteration))
+        with segment.mode(training=len(batch) > 1):
+            loss = segment.losses(x, labels[batch], hyper.strong_convexity).mean()
+        value = float(loss.detach())
+        if not math.isfinite(value):
+            return value
+        optimiser.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimiser.step()
+        total += value
+    optimiser.zero_grad(set_to_none=True)
+    return total / hyper.iterations
+
+
+def perturb(task: ClientTask, segment: Segment, x: Tensor, labels: Tensor, iteration: int) -> Tensor:
+    """Attack the segment's own loss at its input, norm layers and dropout in evaluation mode."""
+    if task.threat is None:
+        return x
+    assert task.training is not None
+    strong_convexity = task.training.strong_convexity
+    draw = generator(task.seed, "attack", task.round, task.client, iteration)
+    with segment.mode(training=False):
+        return pgd(lambda z: segment.losses(z, labels, strong_convexity).sum(), x, task.threat, draw)

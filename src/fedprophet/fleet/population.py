@@ -1,0 +1,90 @@
+"""All clients of a run. What belongs to one client is made when it is asked for, so those who sit out cost nothing."""
+
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from fedprophet.client.task import SERVER, Resources
+from fedprophet.data.dataset import ClientData, Dataset, LocalExamples
+from fedprophet.data.shards import ShardSettings, make_shards, split
+from fedprophet.errors import ConfigError
+from fedprophet.fleet.availability import Availability, device_probabilities, draw_device
+from fedprophet.fleet.device import Device, Pool
+from fedprophet.randomness import numpy_generator
+
+__all__ = ["ClientData", "LocalExamples", "Population"]
+
+
+class Population:
+    """Clients 0 … size − 1: whose data is whose, which device each has, and what it can spare in a round."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        shards: ShardSettings,
+        pool: Pool,
+        seed: int,
+        clients: int,
+        *,
+        availability: Availability | None = None,
+        exponent: float = 0.0,
+        validation: float = 0.2,
+    ) -> None:
+        """Deal the training set; `exponent` weighs the devices, `validation` is each client's held-out part."""
+        device_probabilities(pool, exponent)  # a bad setting is found here, not in the middle of a round
+        if not 0 <= validation < 1:
+            raise ConfigError(f"the validation part of a shard must be at least 0 and below 1, not {validation}")
+        self.dataset = dataset
+        self.pool = pool
+        self.seed = seed
+        self.availability = availability or Availability()
+        self._exponent = exponent
+        self._validation = validation
+        self._shards = make_shards(dataset.train.labels, dataset.classes, clients, shards, seed)
+
+    @property
+    def size(self) -> int:
+        """The number of clients, those without data included."""
+        return len(self._shards)
+
+    @property
+    def total_samples(self) -> int:
+        """The number of samples that all clients own together."""
+        return len(self._shards.indices)
+
+    @cached_property
+    def eligible(self) -> npt.NDArray[np.int64]:
+        """The clients that own at least one sample, in ascending order."""
+        clients = np.flatnonzero(self._shards.sizes)
+        clients.setflags(write=False)
+        return clients
+
+    def samples(self, client: int) -> int:
+        """Return the size of a client's shard, its validation part included."""
+        return len(self._shards.client(client))
+
+    def client_data(self, client: int) -> ClientData:
+        """Return a client's own examples; for `SERVER` the held-out test set, with nothing to train on."""
+        if client == SERVER:
+            test = self.dataset.test
+            nothing = np.arange(0, dtype=np.int64)
+            return ClientData(LocalExamples(test, nothing), LocalExamples(test, np.arange(len(test), dtype=np.int64)))
+        train, validation = split(self._shards.client(client), self.seed, client, self._validation)
+        return ClientData(LocalExamples(self.dataset.train, train), LocalExamples(self.dataset.train, validation))
+
+    def device(self, client: int) -> Device:
+        """Return the device that a client has for the whole run."""
+        if not 0 <= client < self.size:
+            raise IndexError(f"client {client} of {self.size}")
+        return draw_device(self.pool, self.seed, client, self._exponent)
+
+    def resources(self, client: int, round: int, minimum: int) -> Resources:
+        """Return what a client can spare in a round, at least `minimum` bytes of memory (R_min)."""
+        return self.availability.resources(self.device(client), self.seed, round, client, minimum)
+
+    def draw(self, round: int, count: int, seed: int, purpose: str) -> tuple[int, ...]:
+        """Draw `count` different clients that own data, or all of them where they are fewer, in ascending order."""
+        count = min(count, len(self.eligible))
+        chosen = numpy_generator(seed, purpose, round).choice(self.eligible, size=count, replace=False)
+        return tuple(np.sort(chosen).tolist())

@@ -1,0 +1,138 @@
+"""What a method is: a state, and a round that asks clients and returns the next state."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fedprophet.cascade.atoms import Chain
+from fedprophet.cascade.cost import ChainCost
+from fedprophet.cascade.heads import build_head
+from fedprophet.cascade.partition import Module
+from fedprophet.client.modules import ModuleStore
+from fedprophet.client.task import ClientTask, LocalTraining, Timeline
+from fedprophet.randomness import global_rng
+from fedprophet.runs.config import Config
+from fedprophet.server.aggregate import Parameters
+from fedprophet.server.convergence import StageRule
+from fedprophet.server.coordinator import Conversation
+from fedprophet.threat import ThreatModel, input_threat
+
+
+class Roster(Protocol):
+    """Who could take part. The server knows ids, never data."""
+
+    def draw(self, round: int, count: int, seed: int, purpose: str) -> tuple[int, ...]: ...
+
+    @property
+    def eligible(self) -> npt.NDArray[np.int64]: ...
+
+
+@dataclass(frozen=True)
+class World:
+    """All that a method knows: the configuration, the model as a chain cut into modules, and who could take part."""
+
+    config: Config
+    chain: Chain
+    cost: ChainCost
+    modules: tuple[Module, ...]
+    roster: Roster
+    frozen: ModuleStore = field(default_factory=ModuleStore)
+
+    @property
+    def stage_rule(self) -> StageRule:
+        """How long a stage lasts."""
+        config = self.config
+        return StageRule(config.rounds, config.warmup_rounds, config.gate_rounds, config.patience_rounds)
+
+    def image_threat(self, steps: int) -> ThreatModel:
+        """Return the threat on images, with as many steps as asked for."""
+        attack = self.config.attack
+        return input_threat(attack.radius, attack.step_size, steps)
+
+    def local_training(self, stage_round: int) -> LocalTraining:
+        """Return the hyper-parameters of a round; the learning rate decays over the rounds of the stage."""
+        train = self.config.train
+        return LocalTraining(
+            iterations=train.iterations,
+            batch=train.batch,
+            learning_rate=train.learning_rate * train.decay ** (stage_round - 1),
+            momentum=train.momentum,
+            weight_decay=train.weight_decay,
+            strong_convexity=train.strong_convexity,
+        )
+
+    def cohort(self, round: int) -> tuple[int, ...]:
+        """Return who trains in a round."""
+        return self.roster.draw(round, self.config.population.cohort, self.config.seed, "cohort")
+
+    def sample(self, clients: int | str, round: int, purpose: str) -> tuple[int, ...]:
+        """Return everyone, or as many clients as the setting says."""
+        if isinstance(clients, str):
+            return tuple(self.roster.eligible.tolist())
+        return self.roster.draw(round, clients, self.config.seed, purpose)
+
+    def evaluation_batch(self, last: int) -> int:
+        """Return the micro-batch with which the activations of atoms 0 … `last` − 1 stay within the budget."""
+        if self.config.evaluate.batch:
+            return self.config.evaluate.batch
+        budget = max(module.memory for module in self.modules)
+        activations = 4 * sum(atom.activations for atom in self.cost.atoms[:last])
+        return max(1, min(self.cost.batch, self.cost.batch * budget // max(activations, 1)))
+
+    def initial_model(self) -> Parameters:
+        """Return the shared parameters that the run starts from."""
+        tensors = self.chain.tensors
+        return {name: tensors[name].detach().clone() for name in self.chain.shared()}
+
+    def initial_heads(self) -> Parameters:
+        """Return fresh auxiliary heads for all modules but the last."""
+        heads: dict[str, torch.Tensor] = {}
+        for module in self.modules[:-1]:
+            with global_rng(self.config.seed, "heads", module.index):
+                head = build_head(self.cost.atoms[module.last - 1].output[1:], self.cost.classes)
+            heads |= {f"heads.{module.index}.{name}": p.detach() for name, p in head.named_parameters()}
+        return heads
+
+
+def named(parameters: Parameters, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Return the parameters of the names given."""
+    return {name: parameters[name] for name in names}
+
+
+class MethodState(Protocol):
+    """What every method's state has: rounds done, and rounds in a row that had no usable update."""
+
+    @property
+    def round(self) -> int: ...
+
+    @property
+    def failures(self) -> int: ...
+
+
+S = TypeVar("S", bound=MethodState)
+
+
+class Method(Protocol[S]):
+    """One algorithm. It is made for a world, starts with `initial`, and each `round` leads from a state to the next."""
+
+    state: type[S]
+
+    def __init__(self, world: World) -> None: ...
+
+    def initial(self) -> S: ...
+
+    def round(self, state: S) -> Conversation[S]: ...
+
+    def finished(self, state: S) -> bool: ...
+
+    def timeline(self, state: S) -> Timeline: ...
+
+    def model(self, state: S) -> Parameters: ...
+
+    def evaluation_task(self, state: S, client: int, threat: ThreatModel | None) -> ClientTask: ...
+
+    def results(self, state: S) -> Mapping[str, Any]: ...

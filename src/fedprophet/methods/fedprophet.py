@@ -1,0 +1,258 @@
+"""FedProphet (Algorithm 2): a cascade of modules, each trained robustly by the fleet, then fixed."""
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fedprophet.client.task import ClientTask, ClientUpdate, FrozenModule, TaskKind, Timeline
+from fedprophet.methods.base import World, named
+from fedprophet.server.accuracy import Accuracy, personalised
+from fedprophet.server.aggregate import Parameters, mean_metric, partial_average, sift
+from fedprophet.server.assignment import assign
+from fedprophet.server.convergence import Best, better, score
+from fedprophet.server.coordinator import Conversation, Record
+from fedprophet.server.perturbation import AdjustmentRule, Perturbation, accuracy_ratio
+from fedprophet.threat import ThreatModel, feature_threat, with_steps
+
+Ask = Generator[Sequence[ClientTask], Sequence[ClientUpdate], Any]
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A module that is done: its best round, the accuracies there, the attack it was trained under, and its hash."""
+
+    round: int
+    clean: float
+    adversarial: float
+    alpha: float
+    radius: float
+    digest: str
+
+
+@dataclass(frozen=True)
+class CascadeState:
+    """Where a run is. `stage` is the module m in training, from 0; it is the number of modules when all are fixed."""
+
+    model: Parameters
+    heads: Parameters
+    best_model: Parameters
+    best_heads: Parameters
+    round: int = 0
+    failures: int = 0
+    stage: int = 0
+    stage_round: int = 0
+    perturbation: Perturbation | None = None
+    best: Best | None = None
+    fixed: tuple[Fixed, ...] = ()
+    discarded: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def reference(self) -> float:
+        """C*/A* at the end of the stage before; 1 in the first."""
+        return accuracy_ratio(self.fixed[-1].clean, self.fixed[-1].adversarial) if self.fixed else 1.0
+
+
+class FedProphet:
+    """Train module after module; between rounds nothing is kept here, all of it is in the state."""
+
+    state = CascadeState
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        settings = world.config.perturbation
+        self.rule = AdjustmentRule(
+            settings.enabled, settings.change, settings.threshold, settings.every, settings.window, settings.floor
+        )
+
+    def initial(self) -> CascadeState:
+        """Return the state before the first round."""
+        model, heads = self.world.initial_model(), self.world.initial_heads()
+        return CascadeState(model, heads, model, heads)
+
+    def finished(self, state: CascadeState) -> bool:
+        """Whether every module is fixed."""
+        return state.stage == len(self.world.modules)
+
+    def model(self, state: CascadeState) -> Parameters:
+        """Return the shared parameters of the whole model."""
+        return state.model
+
+    def timeline(self, state: CascadeState) -> Timeline:
+        """Return which versions of the clients' own layers count; a resume may go back two checkpoints."""
+        checkpoint = self.world.config.checkpoint
+        floor = state.round - checkpoint.keep * checkpoint.every
+        return Timeline(state.discarded, min(floor, state.best.round if state.best else floor))
+
+    def results(self, state: CascadeState) -> Mapping[str, Any]:
+        """Return what each fixed module reached, for the closing table."""
+        return {"stages": [vars(module) for module in state.fixed]}
+
+    # One round: report, assign, train, average, evaluate, and at the end of a stage measure.
+
+    def round(self, state: CascadeState) -> Conversation[CascadeState]:
+        """Play one communication round of Algorithm 2."""
+        state = replace(state, round=state.round + 1, stage_round=state.stage_round + 1)
+        record: Record = {
+            "round": state.round,
+            "module": state.stage + 1,
+            "stage_round": state.stage_round,
+            "adversarial_training": self.world.stage_rule.adversarial(state.stage_round),
+            "epsilon": self._threat(state).radius,
+            "alpha": state.perturbation.alpha if state.perturbation else None,
+        }
+        state = yield from self._train(state, record)
+        if self._evaluation_due(state):
+            state = yield from self._evaluate(state, record)
+        since_best = state.round - state.best.round if state.best else None
+        if self.world.stage_rule.ends(state.stage_round, since_best):
+            state = yield from self._fix_module(state, record)
+        return state, record
+
+    def _train(self, state: CascadeState, record: Record) -> Ask:
+        """Ask the cohort what it can spare, assign modules, train them, and average what came back."""
+        world = self.world
+        reports = yield [self._task("report", state, client) for client in world.cohort(state.round)]
+        available = {report.client: report.resources for report in reports if report.resources is not None}
+        assigned = dict.fromkeys(available, state.stage)
+        if world.config.assignment.enabled:
+            assigned = assign(world.cost, world.modules, state.stage, available)
+        tasks = [self._train_task(state, client, last) for client, last in assigned.items()]
+        updates, dropped = sift(tasks, (yield tasks))
+        record["assigned"] = {str(client): last + 1 for client, last in assigned.items()}
+        record["dropped"] = {str(client): reason for client, reason in dropped.items()}
+        record["loss"] = mean_metric(updates, "loss") if updates else None
+        if not updates:
+            return replace(state, failures=state.failures + 1)
+        average = partial_average({**state.model, **state.heads}, [(u.weight, u.parameters) for u in updates])
+        return replace(state, failures=0, model=named(average, state.model), heads=named(average, state.heads))
+
+    def _evaluation_due(self, state: CascadeState) -> bool:
+        """Whether the round is evaluated: every few rounds, and always where the stage might end without a best."""
+        if state.stage_round == self.world.config.rounds:
+            return True
+        return not state.failures and state.stage_round % self.world.config.evaluate.every == 0
+
+    def _evaluate(self, state: CascadeState, record: Record) -> Ask:
+        """Let clients evaluate w*_1 ∘ … ∘ w_m; keep the best round, adjust the perturbation."""
+        accuracy = yield from self._accuracy(state)
+        record |= {"clean": accuracy.clean, "adversarial": accuracy.adversarial, "samples": accuracy.samples}
+        if not self.world.stage_rule.counts(state.stage_round):
+            return state
+        alpha = state.perturbation.alpha if state.perturbation else 1.0
+        points = score(accuracy.clean, accuracy.adversarial, state.reference)
+        candidate = Best(state.round, points, accuracy.clean, accuracy.adversarial, alpha)
+        best = better(state.best, candidate)
+        record |= {"score": points, "best_round": best.round}
+        if best is candidate:
+            state = replace(state, best=best, best_model=state.model, best_heads=state.heads)
+        if state.perturbation is not None:
+            adjusted = state.perturbation.observe(accuracy.clean, accuracy.adversarial, self.rule)
+            state = replace(state, perturbation=adjusted)
+        return state
+
+    def _accuracy(self, state: CascadeState) -> Generator[Sequence[ClientTask], Sequence[ClientUpdate], Accuracy]:
+        settings = self.world.config.evaluate
+        clients = self.world.sample(settings.clients, state.round, "evaluate")
+        threat = self.world.image_threat(settings.steps)
+        return personalised((yield [self.evaluation_task(state, client, threat) for client in clients]))
+
+    def _fix_module(self, state: CascadeState, record: Record) -> Ask:
+        """Restore the stage's best round, fix its module, and measure how far an attack moves its output (Eq. 11)."""
+        best = state.best
+        assert best is not None  # the last round of a stage is always evaluated
+        stage, settings = state.stage, self.world.config.perturbation
+        if state.perturbation is not None:
+            state = replace(state, perturbation=replace(state.perturbation, alpha=best.alpha))
+        module, radius = self.world.modules[stage], self._threat(state).radius
+        digest = self.world.frozen.add(named(state.best_model, self.world.chain.shared(module.first, module.last)))
+        discarded = ((best.round, state.round),) if best.round < state.round else ()
+        state = replace(
+            state,
+            model=state.best_model,
+            heads=state.best_heads,
+            discarded=state.discarded + discarded,
+            fixed=(*state.fixed, Fixed(best.round, best.clean, best.adversarial, best.alpha, radius, digest)),
+        )
+        record["fixed"] = {"module": stage + 1, **vars(state.fixed[-1])}
+        perturbation = None
+        if stage + 1 < len(self.world.modules):
+            magnitude = yield from self._magnitude(state)
+            record["fixed"]["magnitude"] = magnitude
+            perturbation = Perturbation(magnitude, accuracy_ratio(best.clean, best.adversarial), settings.start)
+        return replace(state, stage=stage + 1, stage_round=0, perturbation=perturbation, best=None)
+
+    def _magnitude(self, state: CascadeState) -> Generator[Sequence[ClientTask], Sequence[ClientUpdate], float]:
+        """E[max ‖Δz_m‖] over the clients' training samples, under the attack that module m was trained with."""
+        settings, module = self.world.config.measure, self.world.modules[state.stage]
+        threat = with_steps(self._threat(state), settings.steps)
+        clients = self.world.sample(settings.clients, state.round, "measure")
+        parameters = named(state.model, self.world.chain.shared(module.first, module.last))
+        tasks = [
+            replace(self._task("measure", state, client), last=module.last, threat=threat, parameters=parameters)
+            for client in clients
+        ]
+        answers = [answer for answer in (yield tasks) if answer.weight > 0]
+        return mean_metric(answers, "magnitude")
+
+    # Tasks.
+
+    def _threat(self, state: CascadeState) -> ThreatModel:
+        """The attack on the input of module m: on images in the first stage, on features of radius ε_{m−1} after it."""
+        attack = self.world.config.attack
+        if state.perturbation is None:
+            return self.world.image_threat(attack.steps)
+        bounds = self.world.chain.atoms[self.world.modules[state.stage].first - 1].bounds
+        return feature_threat(state.perturbation.radius, attack.feature_steps, bounds)
+
+    def _task(self, kind: TaskKind, state: CascadeState, client: int) -> ClientTask:
+        """Return a task that begins at module m, behind the modules that are fixed."""
+        modules = self.world.modules
+        return ClientTask(
+            kind,
+            state.round,
+            client,
+            self.world.config.seed,
+            first=modules[state.stage].first,
+            frozen=self._frozen(state),
+            batch=self.world.evaluation_batch(modules[state.stage].last),
+            timeline=self.timeline(state),
+        )
+
+    def _frozen(self, state: CascadeState) -> tuple[FrozenModule, ...]:
+        """Return the fixed modules before module m; after a resume they are put at hand again."""
+        frozen = []
+        for module, fixed in zip(self.world.modules[: state.stage], state.fixed, strict=False):
+            if fixed.digest not in self.world.frozen:
+                self.world.frozen.add(named(state.model, self.world.chain.shared(module.first, module.last)))
+            frozen.append(FrozenModule(module.first, module.last, fixed.digest))
+        return tuple(frozen)
+
+    def _train_task(self, state: CascadeState, client: int, last: int) -> ClientTask:
+        """Return the joint training of modules m … M_k under the last one's exit (Eq. 13)."""
+        world, end = self.world, self.world.modules[last].last
+        adversarial = world.stage_rule.adversarial(state.stage_round)
+        task = self._task("train", state, client)
+        return replace(
+            task,
+            last=end,
+            head=self._exit(last),
+            parameters=self._parameters(state, task.first, end, self._exit(last)),
+            threat=self._threat(state) if adversarial else None,
+            training=world.local_training(state.stage_round),
+        )
+
+    def evaluation_task(self, state: CascadeState, client: int, threat: ThreatModel | None) -> ClientTask:
+        """Return the evaluation of the cascade so far: up to module m, through its exit, attacked at the image."""
+        stage = min(state.stage, len(self.world.modules) - 1)
+        end, head = self.world.modules[stage].last, self._exit(stage)
+        task = self._task("evaluate", replace(state, stage=stage), client)
+        parameters = self._parameters(state, task.first, end, head)
+        return replace(task, last=end, head=head, threat=threat, parameters=parameters)
+
+    def _exit(self, last: int) -> int | None:
+        return None if last == len(self.world.modules) - 1 else last
+
+    def _parameters(self, state: CascadeState, first: int, last: int, head: int | None) -> Parameters:
+        own = named(state.model, self.world.chain.shared(first, last))
+        exit_names = [] if head is None else [f"heads.{head}.weight", f"heads.{head}.bias"]
+        return {**own, **named(state.heads, exit_names)}

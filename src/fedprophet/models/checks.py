@@ -1,0 +1,34 @@
+"""Checks that every builder of the registry needs, with errors that say what to change."""
+
+from fedprophet.errors import ModelError
+
+SMALL = 64
+"""Images of at most this many pixels a side get the small form of a model."""
+
+
+def is_small(input_shape: tuple[int, int, int]) -> bool:
+    """Whether a model for these images takes its small form."""
+    return max(input_shape[1:]) <= SMALL
+
+
+def check_least_side(model: str, input_shape: tuple[int, int, int], least: int, why: str) -> None:
+    """Raise ModelError where a side of the image is shorter than the model can take."""
+    if min(input_shape[1:]) < least:
+        raise ModelError(
+            f"{model} needs images of at least {least}×{least} pixels ({why}), not {input_shape[1]}×{input_shape[2]}. "
+            "Use larger images or a model for small ones (vgg-small, cnn3)"
+        )
+
+
+def check_positive(model: str, **options: int) -> None:
+    """Raise ModelError where an option is not a positive whole number."""
+    for name, value in options.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ModelError(f"option {name} of {model} must be a positive whole number, not {value!r}")
+
+
+def check_fraction(model: str, **options: float) -> None:
+    """Raise ModelError where an option is not a number from 0 up to but without 1."""
+    for name, value in options.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+            raise ModelError(f"option {name} of {model} must be a number from 0 up to but without 1, not {value!r}")

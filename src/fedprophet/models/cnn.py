@@ -1,0 +1,49 @@
+"""The small models of the paper's knowledge-distillation baselines: CNN3 for small images, CNN4 for large ones."""
+
+from torch import Tensor, nn
+
+from fedprophet.models.checks import check_least_side
+from fedprophet.models.initialize import initialize
+
+
+class CNN(nn.Module):
+    """Convolutions and a classifier behind an adaptive max-pool."""
+
+    def __init__(self, features: nn.Sequential, classifier: nn.Sequential) -> None:
+        super().__init__()
+        self.features = features
+        self.classifier = classifier
+        initialize(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.classifier(self.features(x).flatten(1))
+        return scores
+
+
+def build_cnn3(input_shape: tuple[int, int, int], classes: int) -> nn.Module:
+    """Build two 3×3 convolutions, the second with stride 2, and one linear layer."""
+    check_least_side("cnn3", input_shape, 3, "two positions are left to pool")
+    features = nn.Sequential(
+        *_convolution(input_shape[0], 64, kernel=3, stride=1),
+        *_convolution(64, 128, kernel=3, stride=2),
+        nn.AdaptiveMaxPool2d(2),
+    )
+    return CNN(features, nn.Sequential(nn.Linear(512, classes)))
+
+
+def build_cnn4(input_shape: tuple[int, int, int], classes: int) -> nn.Module:
+    """Build two 7×7 convolutions with stride 2 and two linear layers."""
+    check_least_side("cnn4", input_shape, 49, "seven positions are left to pool")
+    features = nn.Sequential(
+        *_convolution(input_shape[0], 64, kernel=7, stride=2),
+        nn.MaxPool2d(2),
+        *_convolution(64, 128, kernel=7, stride=2),
+        nn.AdaptiveMaxPool2d(7),
+    )
+    classifier = nn.Sequential(nn.Linear(6272, 512), nn.ReLU(inplace=True), nn.Linear(512, classes))
+    return CNN(features, classifier)
+
+
+def _convolution(channels: int, width: int, kernel: int, stride: int) -> list[nn.Module]:
+    convolution = nn.Conv2d(channels, width, kernel, stride=stride, padding=kernel // 2)
+    return [convolution, nn.BatchNorm2d(width), nn.ReLU(inplace=True)]

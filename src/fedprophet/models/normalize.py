@@ -1,0 +1,32 @@
+"""Input normalisation as a part of the model: attacks work in [0, 1] pixel space, so it cannot live in the data."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fedprophet.errors import ModelError
+
+
+class Normalize(nn.Module):
+    """Subtract a mean and divide by a standard deviation for each channel; nothing to learn, nothing to save."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        super().__init__()
+        if not mean or len(mean) != len(std):
+            raise ModelError(
+                f"Normalize needs one mean and one standard deviation for each channel, not {len(mean)} and {len(std)}"
+            )
+        if not all(math.isfinite(value) for value in (*mean, *std)) or min(std) <= 0:
+            raise ModelError(f"Normalize needs finite means and positive deviations, not {list(mean)} and {list(std)}")
+        self.register_buffer("mean", torch.tensor(list(mean), dtype=torch.float32).view(-1, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(list(std), dtype=torch.float32).view(-1, 1, 1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # It belongs to the chain, not to the model, so it is not moved with the model.
+        mean, std = self.mean.to(x.device, x.dtype), self.std.to(x.device, x.dtype)
+        return (x - mean) / std

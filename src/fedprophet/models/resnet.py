@@ -1,0 +1,71 @@
+"""ResNet of basic blocks (He et al., 2016), with torchvision's parameter names."""
+
+from torch import Tensor, nn
+
+from fedprophet.models.checks import check_least_side, is_small
+from fedprophet.models.initialize import initialize
+
+BLOCKS: dict[str, tuple[int, int, int, int]] = {
+    "resnet10": (1, 1, 1, 1),
+    "resnet18": (2, 2, 2, 2),
+    "resnet34": (3, 4, 6, 3),
+}
+
+
+class BasicBlock(nn.Module):
+    """Two 3×3 convolutions and a shortcut around them."""
+
+    def __init__(self, channels: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, width, 3, stride=stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.downsample: nn.Module | None = None
+        if stride != 1 or channels != width:
+            self.downsample = nn.Sequential(
+                nn.Conv2d(channels, width, 1, stride=stride, bias=False), nn.BatchNorm2d(width)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        shortcut = x if self.downsample is None else self.downsample(x)
+        inner = self.relu(self.bn1(self.conv1(x)))
+        result: Tensor = self.relu(self.bn2(self.conv2(inner)) + shortcut)
+        return result
+
+
+class ResNet(nn.Module):
+    """A stem, four layers of blocks, an average pool and one linear layer."""
+
+    def __init__(self, channels: int, blocks: tuple[int, int, int, int], classes: int, small: bool) -> None:
+        super().__init__()
+        kernel, stride = (3, 1) if small else (7, 2)
+        self.conv1 = nn.Conv2d(channels, 64, kernel, stride=stride, padding=kernel // 2, bias=False)
+        self.bn1 = nn.BatchNorm2d(64)
+        self.relu = nn.ReLU(inplace=True)
+        self.maxpool = nn.Identity() if small else nn.MaxPool2d(3, stride=2, padding=1)
+        self.layer1 = _layer(64, 64, blocks[0], 1)
+        self.layer2 = _layer(64, 128, blocks[1], 2)
+        self.layer3 = _layer(128, 256, blocks[2], 2)
+        self.layer4 = _layer(256, 512, blocks[3], 2)
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(512, classes)
+        initialize(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
+        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
+        scores: Tensor = self.fc(self.avgpool(x).flatten(1))
+        return scores
+
+
+def build_resnet(name: str, input_shape: tuple[int, int, int], classes: int) -> nn.Module:
+    """Build resnet10, 18 or 34; images up to 64 pixels get a 3×3 stem without a pool."""
+    check_least_side(name, input_shape, 8, "it halves them three times")
+    return ResNet(input_shape[0], BLOCKS[name], classes, is_small(input_shape))
+
+
+def _layer(channels: int, width: int, blocks: int, stride: int) -> nn.Sequential:
+    first = BasicBlock(channels, width, stride)
+    return nn.Sequential(first, *(BasicBlock(width, width, 1) for _ in range(blocks - 1)))

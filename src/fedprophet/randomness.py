@@ -1,0 +1,36 @@
+"""Where every random draw of a run comes from.
+
+A draw is named by what it is for (run seed, round, client, iteration, purpose), never by when it happens. So the same
+seed gives the same result on every engine, in any order of clients, and after a resume.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+
+def key(seed: int, purpose: str, *where: int) -> int:
+    """Return a 63-bit number that depends on every argument; `where` is usually round, client, iteration."""
+    text = ",".join((str(seed), purpose, *map(str, where)))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def generator(seed: int, purpose: str, *where: int, device: torch.device | str = "cpu") -> torch.Generator:
+    """Return torch's generator for one named draw."""
+    return torch.Generator(device=device).manual_seed(key(seed, purpose, *where))
+
+
+def numpy_generator(seed: int, purpose: str, *where: int) -> np.random.Generator:
+    """Return NumPy's generator for one named draw."""
+    return np.random.default_rng(key(seed, purpose, *where))
+
+
+@contextmanager
+def global_rng(seed: int, purpose: str, *where: int) -> Iterator[None]:
+    """Seed torch's global generator, which dropout and initialisation use, and put it back afterwards."""
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        torch.manual_seed(key(seed, purpose, *where))
+        yield

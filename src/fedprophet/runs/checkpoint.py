@@ -1,0 +1,245 @@
+"""Checkpoints: a method's state on disk, whole or not at all, and only JSON and safetensors.
+
+A checkpoint is a folder `round-000012` with `tensors.safetensors` and `state.json`. It is written under another name,
+synced and renamed, and both files carry a digest: what a kill, a full disk or a flipped bit left behind is recognised
+and the checkpoint before it is used.
+"""
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from safetensors import SafetensorError
+
+from fedprophet.errors import CheckpointError
+from fedprophet.runs.config import Config, differences
+from fedprophet.runs.files import (
+    make_folder,
+    sync_folder,
+    tensors_from_bytes,
+    tensors_to_bytes,
+    write_atomic,
+    write_synced,
+)
+from fedprophet.runs.state import StateMisfitError, pack, unpack
+from fedprophet.version import __version__
+
+__all__ = ["FORMAT", "Checkpoints", "Loaded", "pack", "unpack", "write_atomic"]
+
+FORMAT = 1
+STATE, TENSORS = "state.json", "tensors.safetensors"
+_NAME = re.compile(r"round-([0-9]{6,})")
+S = TypeVar("S")
+
+
+class Loaded(NamedTuple, Generic[S]):
+    """The newest whole state, the round it was saved after, and what a user should know about it."""
+
+    state: S
+    round: int
+    notes: list[str]
+
+
+class _UnusableError(Exception):
+    """Why a checkpoint cannot be used, as the end of a sentence about it."""
+
+
+class Checkpoints:
+    """The checkpoints of one run, in the folder `checkpoints` of its directory; the newest `keep` stay."""
+
+    def __init__(self, directory: Path, config: Config, keep: int = 2) -> None:
+        self._directory = directory
+        self._config = config
+        self._keep = keep
+
+    def present(self) -> bool:
+        """Whether there is a checkpoint at all, usable or not."""
+        return bool(self._folders())
+
+    def save(self, state: object, round: int) -> None:
+        """Write the state after a round. Older checkpoints go only once this one is whole and on the disk."""
+        folder = self._directory / f"round-{round:06d}"
+        contents = self._contents(state, round)
+        try:
+            make_folder(self._directory)
+            self._tidy()
+            if not _holds(folder, contents):
+                _write_folder(folder, contents)
+        except OSError as error:
+            with suppress(OSError):
+                self._tidy()
+            raise CheckpointError(self._failure(folder, error)) from error
+        self._prune(round)
+
+    def load(self, kind: type[S]) -> Loaded[S]:
+        """Return the newest whole state of this configuration; CheckpointError where there is none."""
+        reasons: list[str] = []
+        for number, folder in self._folders().items():
+            try:
+                document = self._read_document(folder)
+                state = _read_state(kind, folder, document)
+            except _UnusableError as reason:
+                reasons.append(f"the checkpoint of round {number} is not used: {reason}")
+                continue
+            notes = [*reasons, f"went back to the checkpoint of round {number}"] if reasons else []
+            if document["version"] != __version__:
+                notes.append(f"the checkpoint was written by FedProphet {document['version']}; this is {__version__}")
+            return Loaded(state, number, notes)
+        if not reasons:
+            raise CheckpointError(f"there is no checkpoint in {self._directory}")
+        raise CheckpointError("\n".join((f"no checkpoint in {self._directory} can be used:", *reasons)))
+
+    def _folders(self) -> dict[int, Path]:
+        """Return the folder of every checkpoint, newest first.
+
+        One that was moved aside for a new version of itself counts until that is in place (see `_write_folder`).
+        """
+        found: dict[int, Path] = {}
+        try:
+            names = sorted(path.name for path in self._directory.iterdir())
+        except FileNotFoundError:
+            return {}
+        except OSError as error:
+            raise CheckpointError(f"cannot read {self._directory}: {error.strerror}") from error
+        for name in names:
+            match = _NAME.fullmatch(name.removesuffix(".old"))
+            if match:
+                found.setdefault(int(match[1]), self._directory / name)
+        return dict(sorted(found.items(), reverse=True))
+
+    def _contents(self, state: object, round: int) -> dict[str, bytes]:
+        data, tensors = pack(state)
+        blob = tensors_to_bytes(tensors)
+        document = {
+            "format": FORMAT,
+            "version": __version__,
+            "round": round,
+            "config": self._config.model_dump(),
+            "tensors": _digest(blob),
+            "state": data,
+        }
+        return {TENSORS: blob, STATE: _dump({**document, "digest": _digest(_dump(document))})}
+
+    def _read_document(self, folder: Path) -> dict[str, Any]:
+        """Return what state.json says, once it is whole, of our format and of this configuration."""
+        text = _read(folder / STATE)
+        try:
+            document = json.loads(text)
+        except (ValueError, RecursionError):
+            raise _UnusableError(f"its {STATE} is damaged") from None
+        if not isinstance(document, dict) or "format" not in document:
+            raise _UnusableError(f"its {STATE} is not one of FedProphet's")
+        if document["format"] != FORMAT:
+            version = document.get("version", "another version")
+            raise _UnusableError(
+                f"it has format {document['format']!r}, written by FedProphet {version}; "
+                f"FedProphet {__version__} reads format {FORMAT}"
+            )
+        if not _authentic(document, text):
+            raise _UnusableError(f"its {STATE} is damaged")
+        different = differences(self._config, document["config"])
+        if different:
+            raise _UnusableError("it was made by another configuration: " + "; ".join(different))
+        return document
+
+    def _newest_whole(self) -> int | None:
+        with suppress(CheckpointError):
+            for number, folder in self._folders().items():
+                with suppress(_UnusableError):
+                    _read_tensors(folder, self._read_document(folder))
+                    return number
+        return None
+
+    def _failure(self, folder: Path, error: OSError) -> str:
+        newest = self._newest_whole()
+        run = self._directory.parent
+        last = (
+            "There is no whole checkpoint yet" if newest is None else f"The last whole checkpoint is of round {newest}"
+        )
+        return (
+            f"cannot write the checkpoint {folder}: {error.strerror or error}. {last}. Make room there or correct its "
+            f"permissions, then go on with: fedprophet train --resume '{run}'"
+        )
+
+    def _tidy(self) -> None:
+        """Remove what an interrupted save left; put back a checkpoint that was moved aside and not replaced."""
+        for path in list(self._directory.iterdir()):
+            if not _NAME.fullmatch(path.stem):
+                continue
+            if path.suffix == ".old" and not path.with_suffix("").exists():
+                path.rename(path.with_suffix(""))
+            elif path.suffix in (".tmp", ".old"):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _prune(self, round: int) -> None:
+        """Remove all but the newest checkpoints up to this round: renamed first, so that none is ever half there."""
+        for old in [number for number in self._folders() if number <= round][self._keep :]:
+            folder = self._directory / f"round-{old:06d}"
+            with suppress(OSError):
+                shutil.rmtree(folder.rename(folder.with_suffix(".tmp")), ignore_errors=True)
+
+
+def _write_folder(folder: Path, contents: Mapping[str, bytes]) -> None:
+    """Write a folder under a temporary name, then rename it; one of the same name is moved aside until then."""
+    temporary, aside = folder.with_suffix(".tmp"), folder.with_suffix(".old")
+    temporary.mkdir()
+    for name, data in contents.items():
+        write_synced(temporary / name, data)
+    sync_folder(temporary)
+    if folder.exists():
+        folder.rename(aside)
+    temporary.rename(folder)
+    sync_folder(folder.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _holds(folder: Path, contents: Mapping[str, bytes]) -> bool:
+    """Whether a checkpoint is there with exactly these files."""
+    try:
+        return all((folder / name).read_bytes() == data for name, data in contents.items())
+    except OSError:
+        return False
+
+
+def _read_state(kind: type[S], folder: Path, document: Mapping[str, Any]) -> S:
+    try:
+        return unpack(kind, document["state"], tensors_from_bytes(_read_tensors(folder, document)))
+    except (StateMisfitError, SafetensorError) as error:
+        raise _UnusableError(f"its state does not fit this version of FedProphet: {error}") from error
+
+
+def _read_tensors(folder: Path, document: Mapping[str, Any]) -> bytes:
+    blob = _read(folder / TENSORS)
+    if _digest(blob) != document["tensors"]:
+        raise _UnusableError(f"its {TENSORS} is damaged")
+    return blob
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise _UnusableError(f"its {path.name} cannot be read: {error.strerror}") from error
+
+
+def _authentic(document: dict[str, Any], text: bytes) -> bool:
+    """Take the digest out of a document; whether it is that of the rest, and `text` is what we wrote, to the byte."""
+    digest = document.pop("digest", None)
+    try:
+        return digest == _digest(_dump(document)) and text == _dump({**document, "digest": digest})
+    except ValueError:
+        # A number that grew beyond a float's range cannot be written again.
+        return False
+
+
+def _dump(document: Mapping[str, Any]) -> bytes:
+    return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=32).hexdigest()

@@ -1,0 +1,90 @@
+"""Files that are whole or not there at all, whenever the process or the machine stops."""
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from safetensors.torch import load, save
+from torch import Tensor
+
+from fedprophet.errors import CheckpointError
+
+TRY_AGAIN = "Make room there or correct its permissions, then try again"
+
+
+def write_atomic(path: Path, data: bytes, advice: str = TRY_AGAIN) -> None:
+    """Write a file through a temporary one beside it, so that a reader finds the old content or the new, whole."""
+    write_atomic_all([(path, data)], advice)
+
+
+def write_atomic_all(contents: Iterable[tuple[Path, bytes]], advice: str = TRY_AGAIN) -> None:
+    """Write several files like `write_atomic`; their folders are synced once, at the end."""
+    folders: dict[Path, None] = {}
+    for path, data in contents:
+        temporary = path.with_name(f".{path.name}.tmp")
+        try:
+            make_folder(path.parent)
+            write_synced(temporary, data)
+            temporary.replace(path)
+        except OSError as error:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise write_error(path, error, advice) from error
+        folders[path.parent] = None
+    for folder in folders:
+        try:
+            sync_folder(folder)
+        except OSError as error:
+            raise write_error(folder, error, advice) from error
+
+
+def write_error(path: Path, error: OSError, advice: str) -> CheckpointError:
+    """Return the error of a file that could not be written."""
+    return CheckpointError(f"cannot write {path}: {error.strerror or error}. {advice}")
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a file and wait until it is on the disk."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until a folder's own entries are on the disk: only then a new or renamed file outlives a power cut."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder and its missing parents, durably."""
+    if not folder.is_dir():
+        make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync_folder(folder.parent)
+
+
+def tensors_to_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
+    """Return the content of a safetensors file; the same tensors and metadata always give the same bytes.
+
+    safetensors writes metadata in an order that changes from process to process, so it is put into the header here.
+    """
+    plain = save({name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()})
+    if not metadata:
+        return plain
+    length = int.from_bytes(plain[:8], "little")
+    header = {"__metadata__": dict(sorted(metadata.items())), **json.loads(plain[8 : 8 + length])}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + plain[8 + length :]
+
+
+def tensors_from_bytes(data: bytes) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file, each with memory of its own, aligned like any other tensor."""
+    return {name: value.clone() for name, value in load(data).items()}

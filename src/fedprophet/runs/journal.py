@@ -1,0 +1,107 @@
+"""The journal: one line of strict JSON for each round, the same bytes for the same run."""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fedprophet.errors import CheckpointError
+from fedprophet.runs.files import make_folder, sync_folder, write_atomic, write_error
+
+
+class Journal:
+    """A file of JSON lines that outlives a kill; call `truncate` before going on after one.
+
+    A line counts once its end is written. Only the last one can lack it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._advice = (
+            "The run's checkpoints are intact. Make room there or correct its permissions, then go on with: "
+            f"fedprophet train --resume '{path.parent}'"
+        )
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Add the line of a round (record["round"]) and wait until it is on the disk."""
+        line = encode(record)
+        try:
+            new = not self._path.exists()
+            make_folder(self._path.parent)
+            with self._path.open("ab", buffering=0) as file:
+                _write_whole(file.fileno(), line)
+            if new:
+                sync_folder(self._path.parent)
+        except OSError as error:
+            raise write_error(self._path, error, self._advice) from error
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return the record of every whole line; numbers that JSON lacks are "nan", "inf" or "-inf"."""
+        return [record for _, record in self._lines()]
+
+    def truncate(self, round: int) -> None:
+        """Keep the lines of the rounds up to `round`; a torn last line goes as well."""
+        if self._path.exists():
+            kept = b"".join(line for line, record in self._lines() if record["round"] <= round)
+            if kept != self._path.read_bytes():
+                write_atomic(self._path, kept, self._advice)
+
+    def _lines(self) -> list[tuple[bytes, dict[str, Any]]]:
+        try:
+            content = self._path.read_bytes()
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise CheckpointError(f"cannot read the journal {self._path}: {error.strerror}") from error
+        lines = content.split(b"\n")[:-1]
+        pairs = []
+        for number, line in enumerate(lines, start=1):
+            record = _decode(line)
+            if record is not None:
+                pairs.append((line + b"\n", record))
+            elif number < len(lines):
+                raise CheckpointError(
+                    f"line {number} of the journal {self._path} is damaged: it is not a round's record"
+                )
+        return pairs
+
+
+def encode(record: Mapping[str, Any]) -> bytes:
+    """Return a record as a line: the order of its keys, no blanks, floats by their shortest exact digits."""
+    if type(record.get("round")) is not int:
+        raise TypeError("a record needs its round")
+    return (json.dumps(_strict(record), separators=(",", ":"), allow_nan=False) + "\n").encode()
+
+
+def _strict(value: Any) -> Any:
+    """Replace the floats that JSON lacks by their names."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(float(value))
+    if isinstance(value, Mapping):
+        return {key: _strict(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(part) for part in value]
+    return value
+
+
+def _decode(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and type(record.get("round")) is int else None
+
+
+def _write_whole(file: int, line: bytes) -> None:
+    """Append a line; where the disk is full, take back the part of it that fitted."""
+    before = os.fstat(file).st_size
+    try:
+        rest = line
+        while rest:
+            rest = rest[os.write(file, rest) :]
+        os.fsync(file)
+    except OSError:
+        os.ftruncate(file, before)
+        raise

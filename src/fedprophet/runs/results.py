@@ -1,0 +1,91 @@
+"""What comes out of a run: accuracies, the one model that everybody can load, and the closing summary."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from fedprophet.client.task import SERVER, ClientTask, ClientUpdate
+from fedprophet.errors import ConfigError
+from fedprophet.runs.session import Session
+from fedprophet.server.accuracy import Accuracy, personalised
+from fedprophet.server.aggregate import partial_average
+from fedprophet.server.coordinator import Engine
+from fedprophet.threat import ThreatModel
+
+_PGD = re.compile(r"pgd([1-9][0-9]*)")
+
+
+def parse_attacks(text: str) -> tuple[str, ...]:
+    """Return the names of attacks in `clean,pgd20`, checked."""
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    wrong = [name for name in names if name != "clean" and not _PGD.fullmatch(name)]
+    if wrong or not names:
+        given = ", ".join(map(repr, wrong)) or "nothing"
+        raise ConfigError(f"unknown attack {given}. Allowed: clean, pgdN with N steps (pgd20), separated by commas")
+    return names
+
+
+def evaluate(session: Session, state: Any, attacks: Sequence[str], engine: Engine) -> dict[str, dict[str, Any]]:
+    """Return personalised and global accuracy under each attack.
+
+    Personalised: each client on its own held-out part, with its own norm layers. Global: the one exported model, with
+    averaged norm layers, on the test set.
+    """
+    local = average_local(session, state, engine)
+
+    def over_clients(threat: ThreatModel | None) -> Accuracy:
+        clients = session.population.eligible.tolist()
+        tasks = [session.method.evaluation_task(state, client, threat) for client in clients]
+        return personalised(list(engine.map(tasks)))
+
+    def over_test_set(threat: ThreatModel | None) -> Accuracy:
+        task = session.method.evaluation_task(state, SERVER, threat)
+        return personalised(list(engine.map([replace(task, parameters={**task.parameters, **local})])))
+
+    return {
+        "personalised": _by_attack(session, attacks, over_clients),
+        "global": _by_attack(session, attacks, over_test_set),
+    }
+
+
+def _by_attack(session: Session, attacks: Sequence[str], measure: Any) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    for name in attacks:
+        match = _PGD.fullmatch(name)
+        accuracy = measure(session.world.image_threat(int(match[1])) if match else None)
+        value = accuracy.adversarial if match else accuracy.clean
+        results[name] = {"accuracy": value, "samples": accuracy.samples}
+    return results
+
+
+def average_local(session: Session, state: Any, engine: Engine) -> Mapping[str, Tensor]:
+    """Return one set of norm layers: the mean, weighted by shard size, over the clients that have trained them."""
+    timeline = session.method.timeline(state)
+    tasks = [
+        ClientTask("report", state.round, client, session.config.seed, timeline=timeline, wants_local=True)
+        for client in session.population.eligible.tolist()
+    ]
+    return partial_average(session.initial_local, ((update.weight, update.local) for update in engine.map(tasks)))
+
+
+def exported_model(session: Session, state: Any, engine: Engine) -> dict[str, Tensor]:
+    """Return the whole model under its state-dict names, with averaged norm layers."""
+    return {**session.method.model(state), **average_local(session, state, engine)}
+
+
+class Watched:
+    """An engine that tells somebody about each task that is done."""
+
+    def __init__(self, engine: Engine, done: Any) -> None:
+        self._engine = engine
+        self._done = done
+
+    def map(self, tasks: Iterable[ClientTask]) -> Iterator[ClientUpdate]:
+        """Pass the tasks on and report each update."""
+        tasks = list(tasks)
+        for number, update in enumerate(self._engine.map(tasks), start=1):
+            self._done(update.kind, number, len(tasks))
+            yield update

@@ -1,0 +1,298 @@
+"""A run is a directory. This is its life: started, played round by round, stopped at any moment, resumed, finished."""
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from fedprophet.cascade.atoms import Chain
+from fedprophet.client.task import TaskKind
+from fedprophet.data.dataset import Dataset
+from fedprophet.errors import CheckpointError, ConfigError, TrainingError
+from fedprophet.methods.base import MethodState
+from fedprophet.runs.checkpoint import Checkpoints
+from fedprophet.runs.config import Config, load_config, to_toml
+from fedprophet.runs.files import tensors_to_bytes, write_atomic
+from fedprophet.runs.journal import Journal
+from fedprophet.runs.results import Watched, evaluate, exported_model
+from fedprophet.runs.session import CUSTOM, Session, assemble
+from fedprophet.server.coordinator import Record, hold
+from fedprophet.version import __version__
+
+FAILURES_ALLOWED = 3
+"""So many rounds in a row without a usable update stop a run."""
+
+
+class Observer(Protocol):
+    """Who watches a run: a live display, plain lines, or nobody."""
+
+    def started(self, session: Session, path: Path, round: int) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def task_done(self, kind: TaskKind, done: int, total: int) -> None: ...
+
+    def round_done(self, record: Record, seconds: float) -> None: ...
+
+    def finishing(self) -> None: ...
+
+
+class Silent:
+    """Nobody watches."""
+
+    def started(self, session: Session, path: Path, round: int) -> None:
+        """Say nothing."""
+
+    def note(self, text: str) -> None:
+        """Say nothing."""
+
+    def task_done(self, kind: TaskKind, done: int, total: int) -> None:
+        """Say nothing."""
+
+    def round_done(self, record: Record, seconds: float) -> None:
+        """Say nothing."""
+
+    def finishing(self) -> None:
+        """Say nothing."""
+
+
+class RunStoppedError(TrainingError):
+    """The user stopped the run; its checkpoint is written."""
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """Where a run keeps what."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration."""
+        return self.path / "config.toml"
+
+    @property
+    def journal(self) -> Path:
+        """One JSON line for each round; the same seed gives the same bytes."""
+        return self.path / "journal.jsonl"
+
+    @property
+    def timings(self) -> Path:
+        """Wall-clock seconds of each round."""
+        return self.path / "timings.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The newest states of the server."""
+        return self.path / "checkpoints"
+
+    @property
+    def clients(self) -> Path:
+        """The clients' own layers."""
+        return self.path / "clients"
+
+    @property
+    def model(self) -> Path:
+        """The trained model."""
+        return self.path / "model.safetensors"
+
+    @property
+    def results(self) -> Path:
+        """The closing summary."""
+        return self.path / "results.json"
+
+
+@dataclass(frozen=True)
+class Run:
+    """An opened run: its files, its parts and its newest state."""
+
+    files: RunFiles
+    session: Session
+    state: Any
+    notes: tuple[str, ...] = ()
+
+
+def start(
+    config: Config,
+    out: Path | None = None,
+    model: nn.Module | Chain | None = None,
+    dataset: Dataset | None = None,
+) -> Run:
+    """Create a run directory for a configuration; nothing is trained yet."""
+    config = config.model_copy(update={"threads": config.threads or torch.get_num_threads()})
+    if model is not None:
+        config = config.model_copy(update={"model": config.model.model_copy(update={"name": CUSTOM})})
+    if dataset is not None:
+        config = config.model_copy(update={"data": config.data.model_copy(update={"name": CUSTOM})})
+    path = out if out is not None else _free_name(Path("runs"), f"{config.data.name}-{config.method}")
+    files = RunFiles(path)
+    if files.config.exists():
+        raise ConfigError(f"{path} already holds a run. Continue it with: fedprophet train --resume '{path}'")
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ConfigError(f"{path} is not empty. Give another folder with --out")
+    # Everything the user may have got wrong is found before anything is written.
+    session = assemble(config, files.clients, model, dataset)
+    write_atomic(files.config, to_toml(config).encode())
+    return Run(files, session, session.method.initial())
+
+
+def reopen(path: Path, model: nn.Module | Chain | None = None, dataset: Dataset | None = None) -> Run:
+    """Open a run directory at its newest whole checkpoint."""
+    files = RunFiles(path)
+    if not files.config.exists():
+        raise CheckpointError(f"there is no run in {path}: it has no config.toml. Start one with: fedprophet train")
+    config = load_config(files.config)
+    session = assemble(config, files.clients, model, dataset)
+    checkpoints = _checkpoints(files, session)
+    if not checkpoints.present():
+        return Run(files, session, session.method.initial())
+    state, _, notes = checkpoints.load(session.method.state)
+    return Run(files, session, state, tuple(notes))
+
+
+def play(run: Run, observer: Observer | None = None) -> Mapping[str, Any]:
+    """Play rounds until the run is finished; return the closing summary."""
+    observer = observer or Silent()
+    observer.started(run.session, run.files.path, run.state.round)
+    for note in run.notes:
+        observer.note(note)
+    state = _play_rounds(run, observer)
+    if not run.files.results.exists():
+        observer.finishing()
+        _finish(Run(run.files, run.session, state), observer)
+    return read_results(run.files.path)
+
+
+def _play_rounds(run: Run, observer: Observer) -> Any:
+    session, method = run.session, run.session.method
+    engine = Watched(session.engine, observer.task_done)
+    journal, timings = Journal(run.files.journal), Journal(run.files.timings)
+    journal.truncate(run.state.round)
+    timings.truncate(run.state.round)
+    keeper = _Keeper(_checkpoints(run.files, session), session, saved=run.state.round)
+    state = run.state
+    try:
+        while not method.finished(state):
+            began = time.monotonic()
+            played, record = hold(method.round(state), engine)
+            seconds = time.monotonic() - began
+            journal.append(record)
+            timings.append({"round": played.round, "seconds": round(seconds, 4)})
+            state = played  # only now: a Ctrl-C before must not save a state whose journal line is missing
+            observer.round_done(record, seconds)
+            _stop_if_failing(state, keeper, run.files.path, record)
+            keeper.round_done(state, finished=method.finished(state))
+    except KeyboardInterrupt:
+        keeper.save(state)
+        raise RunStoppedError(_how_to_resume(f"stopped after round {state.round}", run.files.path)) from None
+    return state
+
+
+class _Keeper:
+    """Writes a checkpoint when one is due: the clients' layers first, then the state that refers to them."""
+
+    def __init__(self, checkpoints: Checkpoints, session: Session, saved: int) -> None:
+        self._checkpoints = checkpoints
+        self._session = session
+        self._saved = saved
+
+    def round_done(self, state: MethodState, finished: bool) -> None:
+        if finished or state.round % self._session.config.checkpoint.every == 0:
+            self.save(state)
+
+    def save(self, state: MethodState) -> None:
+        if state.round == self._saved:
+            return
+        self._session.layers.flush()
+        self._checkpoints.save(state, state.round)
+        self._saved = state.round
+
+
+def _stop_if_failing(state: MethodState, keeper: _Keeper, path: Path, record: Record) -> None:
+    if state.failures < FAILURES_ALLOWED:
+        return
+    keeper.save(state)
+    reasons = "; ".join(f"client {client}: {reason}" for client, reason in record["dropped"].items())
+    raise TrainingError(
+        f"{state.failures} rounds in a row had no usable update ({reasons or 'nobody answered'}). The run is stopped "
+        f"with its checkpoint of round {state.round} in {path}. A lower train.learning_rate usually helps; to try "
+        f"again from there: fedprophet train --resume '{path}'"
+    )
+
+
+def _finish(run: Run, observer: Observer) -> None:
+    """Evaluate the trained model, write it, and write the closing summary last: it marks the run as finished."""
+    session, state = run.session, run.state
+    engine = Watched(session.engine, observer.task_done)
+    attacks = ("clean", f"pgd{session.config.evaluate.steps}")
+    summary = {
+        "version": __version__,
+        "method": session.config.method,
+        "seed": session.config.seed,
+        "rounds": state.round,
+        "budget_bytes": session.budget,
+        "whole_model_bytes": session.world.cost.total_memory,
+        "modules": _module_rows(session),
+        **session.method.results(state),
+        **evaluate(session, state, attacks, engine),
+    }
+    write_model(run, run.files.model)
+    write_atomic(run.files.results, (json.dumps(summary, indent=2) + "\n").encode())
+
+
+def _module_rows(session: Session) -> list[dict[str, Any]]:
+    atoms = session.world.cost.atoms
+    return [
+        {
+            "index": module.index + 1,
+            "atoms": [atom.name for atom in atoms[module.first : module.last]],
+            "layers": [layer for atom in atoms[module.first : module.last] for layer in atom.layers],
+            "memory_bytes": module.memory,
+        }
+        for module in session.world.modules
+    ]
+
+
+def write_model(run: Run, path: Path) -> None:
+    """Write the one model that everybody can load: state-dict names, averaged norm layers, how to feed it."""
+    session, dataset = run.session, run.session.dataset
+    metadata = {
+        "format": "pt",
+        "fedprophet": __version__,
+        "model": session.config.model.name,
+        "options": json.dumps(session.config.model.options),
+        "input": "x".join(map(str, dataset.shape)),
+        "classes": str(dataset.classes),
+        "normalize_mean": json.dumps(dataset.mean),
+        "normalize_std": json.dumps(dataset.std),
+        "norm_layers": "mean over the clients that have trained, weighted by shard size",
+        "rounds": str(run.state.round),
+    }
+    tensors = {name: value.contiguous() for name, value in exported_model(session, run.state, session.engine).items()}
+    write_atomic(path, tensors_to_bytes(tensors, metadata))
+
+
+def read_results(path: Path) -> Mapping[str, Any]:
+    """Return the closing summary of a finished run."""
+    results: Mapping[str, Any] = json.loads(RunFiles(path).results.read_text())
+    return results
+
+
+def _checkpoints(files: RunFiles, session: Session) -> Checkpoints:
+    return Checkpoints(files.checkpoints, session.config, keep=session.config.checkpoint.keep)
+
+
+def _free_name(parent: Path, stem: str) -> Path:
+    number = 1
+    while (parent / f"{stem}-{number}").exists():
+        number += 1
+    return parent / f"{stem}-{number}"
+
+
+def _how_to_resume(what: str, path: Path) -> str:
+    return f"{what}; nothing is lost. Go on with: fedprophet train --resume '{path}'"

@@ -1,0 +1,31 @@
+"""Differentiated Module Assignment (Section 6.3): which modules a client trains this round."""
+
+from collections.abc import Mapping, Sequence
+
+from fedprophet.cascade.cost import ChainCost
+from fedprophet.cascade.partition import Module
+from fedprophet.client.task import Resources
+
+
+def last_module(cost: ChainCost, modules: Sequence[Module], stage: int, resources: Resources, slowest: float) -> int:
+    """Return M_k, the last module that a client with these resources trains together with module m = `stage`.
+
+    It is the largest one that fits both constraints, and never less than m:
+    MemReq(w_m ∘ … ∘ w_M ∘ θ_M) ≤ R_k (Eq. 14) and FLOPs(w_m ∘ … ∘ w_M ∘ θ_M) ≤ P_k / P_min · FLOPs(w_m ∘ θ_m) (Eq. 15).
+    """
+    first = modules[stage].first
+    allowed_flops = resources.performance / slowest * cost.flops(first, modules[stage].last)
+    fitting = [
+        module.index
+        for module in modules[stage:]
+        if cost.memory(first, module.last) <= resources.memory and cost.flops(first, module.last) <= allowed_flops
+    ]
+    return max(fitting, default=stage)
+
+
+def assign(
+    cost: ChainCost, modules: Sequence[Module], stage: int, available: Mapping[int, Resources]
+) -> dict[int, int]:
+    """Return M_k for every client of the round; P_min is the lowest performance among them."""
+    slowest = min((resources.performance for resources in available.values()), default=1.0)
+    return {client: last_module(cost, modules, stage, resources, slowest) for client, resources in available.items()}

@@ -1,0 +1,52 @@
+"""When a stage has converged, and which of its rounds is kept."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best evaluated round of a stage so far."""
+
+    round: int
+    score: float
+    clean: float
+    adversarial: float
+    alpha: float
+
+
+@dataclass(frozen=True)
+class StageRule:
+    """A stage starts with `warmup` rounds of standard training; `gate` rounds later its score begins to count."""
+
+    rounds: int
+    warmup: int
+    gate: int
+    patience: int
+
+    def adversarial(self, stage_round: int) -> bool:
+        """Whether a round (the first is 1) trains adversarially."""
+        return stage_round > self.warmup
+
+    def counts(self, stage_round: int) -> bool:
+        """Whether a round can become the stage's best, end it, or move the perturbation."""
+        return stage_round > self.warmup + self.gate
+
+    def ends(self, stage_round: int, rounds_since_best: int | None) -> bool:
+        """Whether the stage is over: all its rounds are used, or its best score has not been beaten for long."""
+        return stage_round >= self.rounds or (rounds_since_best is not None and rounds_since_best >= self.patience)
+
+
+LARGEST_RATIO = 1e6
+
+
+def score(clean: float, adversarial: float, reference: float) -> float:
+    """Return clean + ratio* · adversarial, with ratio* = C*/A* of the stage before (1 in the first).
+
+    After a stage without any adversarial accuracy the ratio is infinite; it counts as 10^6: robustness alone decides.
+    """
+    return clean + min(reference, LARGEST_RATIO) * adversarial
+
+
+def better(best: Best | None, candidate: Best) -> Best:
+    """Return the one with the higher score; a tie keeps the earlier."""
+    return candidate if best is None or candidate.score > best.score else best

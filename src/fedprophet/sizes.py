@@ -1,0 +1,75 @@
+"""Sizes as people write them: `60MB`, `1.5GB`, `64MiB` or plain bytes. MB is 10^6 bytes, as in the paper."""
+
+import re
+from fractions import Fraction
+
+from fedprophet.errors import ConfigError
+
+UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+_PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*")
+_SHARE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*%\s*")
+
+
+def parse_size(text: str | int) -> int:
+    """Return a size in bytes; raise ConfigError where the text is no positive size."""
+    if isinstance(text, bool) or not isinstance(text, int | str):
+        raise ConfigError(f"{text!r} is not a size. Allowed: 60MB, 1.5GB, 64MiB or a number of bytes")
+    match = _PATTERN.fullmatch(str(text))
+    if match is None or match[2].upper() not in UNITS:
+        raise ConfigError(f"{str(text)!r} is not a size. Allowed: 60MB, 1.5GB, 64MiB or a number of bytes")
+    size = (
+        round(float(match[1]) * UNITS[match[2].upper()]) if "." in match[1] else int(match[1]) * UNITS[match[2].upper()]
+    )
+    if size <= 0:
+        raise ConfigError(f"a size must be positive, not {str(text)!r}")
+    return size
+
+
+def parse_budget(text: str | int, whole: int) -> int:
+    """Return a memory budget in bytes: a size, or a share of what the whole model takes, as in `25%`."""
+    share = _SHARE.fullmatch(text) if isinstance(text, str) else None
+    try:
+        budget = int(Fraction(share[1]) * whole / 100) if share else parse_size(text)
+    except ConfigError:
+        budget = 0
+    if budget <= 0:
+        raise ConfigError(
+            f"{text!r} is not a memory budget. Allowed: a size (60MB, 1.5GB, 64MiB or a number of bytes), "
+            "or a share of what the whole model takes, as in 25%; more than nothing"
+        )
+    return budget
+
+
+def parse_shape(text: str) -> tuple[int, ...]:
+    """Return the shape of one input, as in `3x32x32`; raise ConfigError where the text is none."""
+    sides = text.strip().lower().split("x")
+    if not all(side.isascii() and side.isdigit() and int(side) > 0 for side in sides):
+        raise ConfigError(f"{text!r} is not an input shape. Allowed: positive numbers joined by x, as in 3x32x32")
+    return tuple(map(int, sides))
+
+
+def format_size(size: int, decimals: int = 1) -> str:
+    """Return a size for people, in decimal units: `55.8 MB`."""
+    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if size >= unit:
+            return f"{size / unit:.{decimals}f} {name}"
+    return f"{size} B"
+
+
+def format_count(count: int) -> str:
+    """Return a number of FLOPs or parameters for people: `20.17 G`."""
+    for unit, name in ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if count >= unit:
+            return f"{count / unit:.2f} {name}"
+    return str(count)

@@ -1,0 +1,639 @@
+import errno
+import hashlib
+import json
+import math
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from torch import Tensor
+
+from fedprophet.errors import CheckpointError
+from fedprophet.runs.checkpoint import Checkpoints, pack, unpack, write_atomic
+from fedprophet.runs.config import Config, parse_config
+from fedprophet.runs.files import tensors_from_bytes, tensors_to_bytes
+from fedprophet.runs.state import StateMisfitError
+
+CONFIG = Config()
+
+
+@dataclass(frozen=True)
+class Inner:
+    score: float
+    where: tuple[int, str] = (1, "a")
+
+
+@dataclass(frozen=True)
+class State:
+    round: int
+    model: Mapping[str, Tensor] = field(default_factory=dict)
+    best: Mapping[str, Tensor] = field(default_factory=dict)
+    ratio: float = 1.0
+    inner: Inner | None = None
+    fixed: tuple[Inner, ...] = ()
+    nested: tuple[tuple[int, ...], ...] = ()
+    by_round: Mapping[int, float] = field(default_factory=dict)
+    history: tuple[Mapping[str, Tensor], ...] = ()
+    kind: Literal["a", "b"] = "a"
+    flag: bool = False
+    note: str | None = None
+    loose: Any = None
+
+
+def state_of(round: int) -> State:
+    model = {"conv.weight": torch.full((2, 3), float(round)), "bn.count": torch.tensor(round)}
+    return State(round, model=model, ratio=round / 3)
+
+
+def same(left: object, right: object) -> bool:
+    """Exact equality, types included, tensors bit for bit."""
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        raw = (left.contiguous().reshape(-1).view(torch.uint8), right.contiguous().reshape(-1).view(torch.uint8))
+        return left.dtype == right.dtype and left.shape == right.shape and torch.equal(*raw)
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, float):
+        return struct.pack("d", left) == struct.pack("d", right)
+    if isinstance(left, dict):
+        return list(left) == list(right) and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, tuple | list):
+        return len(left) == len(right) and all(map(same, left, right))
+    return same(vars(left), vars(right)) if hasattr(left, "__dataclass_fields__") else left == right
+
+
+def round_trip(state: State) -> State:
+    data, tensors = pack(state)
+    text = json.dumps(data, allow_nan=False)
+    return unpack(State, json.loads(text), tensors_from_bytes(tensors_to_bytes(tensors)))
+
+
+# State as JSON and tensors -------------------------------------------------------------------------------------------
+
+
+def test_pack_names_tensors_by_their_path() -> None:
+    state = State(1, model={"a.b": torch.zeros(1)}, history=({"w": torch.ones(2)},))
+    data, tensors = pack(state)
+    assert list(tensors) == ["model/a.b", "history/0/w"]
+    assert data["model"] == {"a.b": "model/a.b"}
+    assert data["round"] == 1
+    assert data["inner"] is None
+
+
+def test_everything_comes_back_exactly() -> None:
+    state = State(
+        7,
+        model={"z": torch.randn(3, 2), "a": torch.tensor(5), "empty": torch.zeros(0, 4)},
+        best={"h": torch.randn(4).to(torch.bfloat16), "m": torch.tensor([True, False])},
+        ratio=0.1 + 0.2,
+        inner=Inner(-math.inf, (3, "ü")),
+        fixed=(Inner(math.inf), Inner(1e-310), Inner(-0.0)),
+        nested=((1, 2), (), (3,)),
+        by_round={3: 0.5, 10: math.inf},
+        history=({"w": torch.zeros(1)}, {}),
+        kind="b",
+        flag=True,
+        note="",
+        loose={"x": [1, math.inf, None]},
+    )
+    assert same(round_trip(state), state)
+
+
+def test_not_a_number_comes_back() -> None:
+    assert math.isnan(round_trip(State(1, ratio=math.nan)).ratio)
+
+
+def test_a_tensor_that_occurs_twice_is_kept_once() -> None:
+    shared = torch.randn(3)
+    state = State(1, model={"w": shared}, best={"w": shared})
+    tensors = pack(state)[1]
+    assert list(tensors) == ["model/w"]
+    again = round_trip(state)
+    assert same(again, state)
+    assert again.best["w"] is again.model["w"]
+
+
+def test_views_of_one_memory_are_kept_apart() -> None:
+    base = torch.arange(6.0).reshape(2, 3)
+    state = State(1, model={"row": base[0], "all": base, "turned": base.t()})
+    assert same(round_trip(state), state)
+
+
+@given(st.floats(), st.lists(st.integers() | st.none(), max_size=4))
+def test_any_float_comes_back(number: float, loose: list[Any]) -> None:
+    again = round_trip(State(1, ratio=number, loose=loose))
+    assert math.isnan(again.ratio) if math.isnan(number) else same(again.ratio, number)
+    assert again.loose == loose
+
+
+@pytest.mark.parametrize("value", [object(), {1.5: 2}, {"a", "b"}, 1j, b"bytes"])
+def test_what_cannot_be_saved_is_refused_with_its_path(value: object) -> None:
+    with pytest.raises(TypeError, match="loose"):
+        pack(State(1, loose=value))
+
+
+def test_two_tensors_of_one_path_are_refused() -> None:
+    with pytest.raises(TypeError, match="same path"):
+        pack(State(1, loose={"x/y": {"z": torch.zeros(1)}, "x": {"y/z": torch.ones(1)}}))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"round": "7"}, "round"),
+        ({"round": True}, "round"),
+        ({"ratio": "inf"}, "ratio"),
+        ({"ratio": {"float": "1.0"}}, "ratio"),
+        ({"nested": 3}, "nested"),
+        ({"kind": "c"}, "kind"),
+        ({"inner": {"score": 1.0}}, "inner"),
+        ({"inner": {"score": 1.0, "where": [1]}}, "inner/where"),
+        ({"model": {"w": "model/other"}}, "model/w"),
+        ({"model": []}, "model"),
+        ({"by_round": {"x": 1.0}}, "x"),
+        ({"extra": 1}, "extra"),
+        ({"flag": 1}, "flag"),
+        ({"note": 4}, "note"),
+    ],
+)
+def test_data_that_does_not_fit_is_refused(change: dict[str, object], text: str) -> None:
+    data, tensors = pack(State(1))
+    with pytest.raises(StateMisfitError, match=text):
+        unpack(State, {**data, **change}, tensors)
+
+
+# Saving and loading --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Checkpoints:
+    return Checkpoints(tmp_path / "run" / "checkpoints", CONFIG)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "run" / "checkpoints"
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_save_and_load(checkpoints: Checkpoints, folder: Path) -> None:
+    assert not checkpoints.present()
+    checkpoints.save(state_of(12), 12)
+    assert checkpoints.present()
+    assert names(folder) == ["round-000012"]
+    assert names(folder / "round-000012") == ["state.json", "tensors.safetensors"]
+    state, number, notes = checkpoints.load(State)
+    assert same(state, state_of(12))
+    assert (number, notes) == (12, [])
+
+
+def test_what_state_json_says(checkpoints: Checkpoints, folder: Path) -> None:
+    checkpoints.save(state_of(12), 12)
+    document = json.loads((folder / "round-000012" / "state.json").read_text())
+    assert document["format"] == 1
+    assert document["round"] == 12
+    assert document["config"] == CONFIG.model_dump()
+    assert document["state"]["ratio"] == 4.0
+    assert set(document) == {"format", "version", "round", "config", "tensors", "state", "digest"}
+
+
+def test_the_same_state_gives_the_same_bytes(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        Checkpoints(tmp_path / name, CONFIG).save(state_of(3), 3)
+    for file in ("state.json", "tensors.safetensors"):
+        assert (tmp_path / "a/round-000003" / file).read_bytes() == (tmp_path / "b/round-000003" / file).read_bytes()
+
+
+@pytest.mark.parametrize(("keep", "left"), [(1, [5]), (2, [4, 5]), (3, [3, 4, 5])])
+def test_older_ones_are_removed(tmp_path: Path, keep: int, left: list[int]) -> None:
+    checkpoints = Checkpoints(tmp_path, CONFIG, keep)
+    for number in range(1, 6):
+        checkpoints.save(state_of(number), number)
+    assert names(tmp_path) == [f"round-{number:06d}" for number in left]
+
+
+def test_rounds_are_ordered_as_numbers(checkpoints: Checkpoints, folder: Path) -> None:
+    checkpoints.save(state_of(999999), 999999)
+    checkpoints.save(state_of(1000000), 1000000)
+    assert checkpoints.load(State).round == 1000000
+    assert names(folder) == ["round-1000000", "round-999999"]
+
+
+def test_foreign_files_are_left_alone(checkpoints: Checkpoints, folder: Path) -> None:
+    folder.mkdir(parents=True)
+    (folder / "notes.tmp").write_text("mine")
+    (folder / "round-1").mkdir()
+    checkpoints.save(state_of(1), 1)
+    assert names(folder) == ["notes.tmp", "round-000001", "round-1"]
+    assert checkpoints.load(State).round == 1
+
+
+def test_no_checkpoint(checkpoints: Checkpoints, folder: Path) -> None:
+    with pytest.raises(CheckpointError, match=f"there is no checkpoint in {folder}"):
+        checkpoints.load(State)
+
+
+def test_saving_a_round_again(checkpoints: Checkpoints, folder: Path) -> None:
+    checkpoints.save(state_of(1), 1)
+    before = (folder / "round-000001").stat().st_ino
+    checkpoints.save(state_of(1), 1)
+    assert (folder / "round-000001").stat().st_ino == before
+    checkpoints.save(state_of(8), 1)
+    assert names(folder) == ["round-000001"]
+    assert checkpoints.load(State).state.round == 8
+
+
+def test_a_damaged_one_is_replaced_when_its_round_comes_again(checkpoints: Checkpoints, folder: Path) -> None:
+    checkpoints.save(state_of(1), 1)
+    checkpoints.save(state_of(2), 2)
+    (folder / "round-000002" / "state.json").write_text("{")
+    checkpoints.save(state_of(2), 2)
+    assert checkpoints.load(State)[1:] == (2, [])
+
+
+# Damage --------------------------------------------------------------------------------------------------------------
+
+
+def assert_falls_back(checkpoints: Checkpoints, reason: str) -> None:
+    state, number, notes = checkpoints.load(State)
+    assert number == 1
+    assert same(state, state_of(1))
+    assert len(notes) == 2
+    assert notes[0].startswith("the checkpoint of round 2 is not used: ")
+    assert reason in notes[0]
+    assert notes[1] == "went back to the checkpoint of round 1"
+
+
+@pytest.fixture
+def two(checkpoints: Checkpoints) -> Checkpoints:
+    checkpoints.save(state_of(1), 1)
+    checkpoints.save(state_of(2), 2)
+    return checkpoints
+
+
+@pytest.mark.parametrize("name", ["state.json", "tensors.safetensors"])
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.5, 0.9, -1])
+def test_a_truncated_file(two: Checkpoints, folder: Path, name: str, share: float) -> None:
+    path = folder / "round-000002" / name
+    size = path.stat().st_size
+    os.truncate(path, size - 1 if share < 0 else int(size * share))
+    assert_falls_back(two, f"its {name} is damaged")
+
+
+@pytest.mark.parametrize("name", ["state.json", "tensors.safetensors"])
+def test_any_flipped_bit_is_found(two: Checkpoints, folder: Path, name: str) -> None:
+    path = folder / "round-000002" / name
+    whole = path.read_bytes()
+    for position in range(0, len(whole), max(1, len(whole) // 150)):
+        for bit in (0, 3, 5):
+            path.write_bytes(whole[:position] + bytes([whole[position] ^ 1 << bit]) + whole[position + 1 :])
+            assert two.load(State).round == 1, f"bit {bit} of byte {position}"
+    path.write_bytes(whole)
+    assert two.load(State).round == 2
+
+
+def test_a_longer_tensor_file_is_found(two: Checkpoints, folder: Path) -> None:
+    with (folder / "round-000002" / "tensors.safetensors").open("ab") as file:
+        file.write(b"x")
+    assert_falls_back(two, "tensors.safetensors is damaged")
+
+
+def test_a_number_beyond_the_range_of_floats(two: Checkpoints, folder: Path) -> None:
+    path = folder / "round-000002" / "state.json"
+    path.write_text(path.read_text().replace('"round":2', '"round":1e999', 1))
+    assert_falls_back(two, "state.json is damaged")
+
+
+@pytest.mark.parametrize("name", ["state.json", "tensors.safetensors"])
+def test_a_missing_file(two: Checkpoints, folder: Path, name: str) -> None:
+    (folder / "round-000002" / name).unlink()
+    assert_falls_back(two, f"its {name} cannot be read: No such file")
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "null", "{}", '{"a": 1}', '"x"'])
+def test_json_that_is_not_ours(two: Checkpoints, folder: Path, text: str) -> None:
+    (folder / "round-000002" / "state.json").write_text(text)
+    assert_falls_back(two, "not one of FedProphet's")
+
+
+def test_a_file_in_place_of_the_folder(two: Checkpoints, folder: Path) -> None:
+    shutil.rmtree(folder / "round-000002")
+    (folder / "round-000002").write_text("x")
+    assert_falls_back(two, "cannot be read")
+
+
+def test_a_checkpoint_of_another_round_of_the_same_run_is_found_out(two: Checkpoints, folder: Path) -> None:
+    shutil.copy(folder / "round-000001" / "tensors.safetensors", folder / "round-000002" / "tensors.safetensors")
+    assert_falls_back(two, "tensors.safetensors is damaged")
+
+
+def test_none_usable_says_why_for_each(two: Checkpoints, folder: Path) -> None:
+    (folder / "round-000002" / "state.json").write_text("{")
+    (folder / "round-000001" / "tensors.safetensors").unlink()
+    with pytest.raises(CheckpointError) as caught:
+        two.load(State)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == f"no checkpoint in {folder} can be used:"
+    assert "round 2" in lines[1]
+    assert "state.json is damaged" in lines[1]
+    assert "round 1" in lines[2]
+    assert "tensors.safetensors cannot be read" in lines[2]
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change a document and give it a right digest again, computed without the code under test."""
+    document = json.loads(path.read_text())
+    del document["digest"]
+    change(document)
+    text = json.dumps(document, separators=(",", ":"))
+    document["digest"] = hashlib.blake2b(text.encode(), digest_size=32).hexdigest()
+    path.write_text(json.dumps(document, separators=(",", ":")))
+
+
+def test_another_format_is_refused_with_a_sentence(two: Checkpoints, folder: Path) -> None:
+    rewrite(folder / "round-000002" / "state.json", lambda d: d.update(format=2, version="9.9"))
+    assert_falls_back(two, "it has format 2, written by FedProphet 9.9; FedProphet")
+
+
+def test_another_version_of_the_package_is_noted(two: Checkpoints, folder: Path) -> None:
+    rewrite(folder / "round-000002" / "state.json", lambda d: d.update(version="0.0.1"))
+    _, number, notes = two.load(State)
+    assert number == 2
+    assert len(notes) == 1
+    assert "0.0.1" in notes[0]
+
+
+def test_a_state_of_another_shape(two: Checkpoints, folder: Path) -> None:
+    rewrite(folder / "round-000002" / "state.json", lambda d: d["state"].pop("ratio"))
+    assert_falls_back(two, "does not fit this version of FedProphet")
+
+
+def test_a_checkpoint_of_another_configuration(two: Checkpoints, folder: Path) -> None:
+    other = parse_config({"seed": 4, "train": {"batch": 8}})
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoints(folder, other).load(State)
+    text = str(caught.value)
+    assert text.count("another configuration: seed: here 4, there 0; train.batch: here 8, there 64") == 2
+    Checkpoints(folder, other, keep=3).save(state_of(3), 3)
+    assert Checkpoints(folder, other).load(State)[1:] == (3, [])
+    _, number, notes = two.load(State)
+    assert number == 2
+    assert "seed: here 0, there 4" in notes[0]
+
+
+# Interruptions -------------------------------------------------------------------------------------------------------
+
+
+def test_leftovers_of_a_kill_are_ignored_and_removed(two: Checkpoints, folder: Path) -> None:
+    half = folder / "round-000003.tmp"
+    half.mkdir()
+    (half / "tensors.safetensors").write_bytes(b"half")
+    assert two.load(State)[1:] == (2, [])
+    two.save(state_of(3), 3)
+    assert names(folder) == ["round-000002", "round-000003"]
+    assert two.load(State).round == 3
+
+
+def test_a_kill_between_moving_aside_and_renaming(two: Checkpoints, folder: Path) -> None:
+    (folder / "round-000002").rename(folder / "round-000002.old")
+    assert two.load(State)[1:] == (2, [])
+    two.save(state_of(3), 3)
+    assert names(folder) == ["round-000002", "round-000003"]
+
+
+def test_a_kill_before_what_was_moved_aside_is_removed(two: Checkpoints, folder: Path) -> None:
+    shutil.copytree(folder / "round-000001", folder / "round-000002.old")
+    state, number, _ = two.load(State)
+    assert (state.round, number) == (2, 2)
+    two.save(state_of(3), 3)
+    assert names(folder) == ["round-000002", "round-000003"]
+
+
+class Killed(BaseException):
+    """Ends a save wherever it is, like a kill would: no handler for errors runs."""
+
+
+def save_until(checkpoints: Checkpoints, state: State, monkeypatch: pytest.MonkeyPatch, steps: int) -> bool:
+    """Save, but be killed after so many steps; return whether it came to that."""
+    seen = 0
+
+    def counted(real: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*arguments: Any, **keywords: Any) -> Any:
+            nonlocal seen
+            seen += 1
+            if seen > steps:
+                raise Killed
+            return real(*arguments, **keywords)
+
+        return step
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", counted(os.fsync))
+        patch.setattr(shutil, "rmtree", counted(shutil.rmtree))
+        for name in ("rename", "mkdir", "open"):
+            patch.setattr(Path, name, counted(getattr(Path, name)))
+        try:
+            checkpoints.save(state, state.round)
+        except Killed:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["new round", "round that is there already"])
+def test_a_kill_at_any_step_leaves_a_whole_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    steps = 0
+    killed = True
+    while killed:
+        folder = tmp_path / str(steps)
+        checkpoints = Checkpoints(folder, CONFIG)
+        for number in (1, 2):
+            checkpoints.save(state_of(number), number)
+        if again:
+            checkpoints.save(replace(state_of(3), flag=True), 3)
+        killed = save_until(checkpoints, state_of(3), monkeypatch, steps)
+        state, number, notes = checkpoints.load(State)
+        assert notes == []
+        assert number == 3 if again else number in (2, 3)
+        assert same(replace(state, flag=False), state_of(number))
+        checkpoints.save(state_of(3), 3)
+        checkpoints.save(state_of(4), 4)
+        assert names(folder) == ["round-000003", "round-000004"]
+        steps += 1
+    assert steps > 8
+
+
+def test_files_and_folders_are_synced_before_the_rename(
+    checkpoints: Checkpoints, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder.mkdir(parents=True)
+    events: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def watched_fsync(number: int) -> None:
+        events.append(f"sync {Path(f'/proc/self/fd/{number}').readlink().name}")
+        fsync(number)
+
+    def watched_rename(path: Path, target: Path) -> Path:
+        events.append(f"rename {path.name}")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(Path, "rename", watched_rename)
+    checkpoints.save(state_of(1), 1)
+    assert events == [
+        "sync tensors.safetensors",
+        "sync state.json",
+        "sync round-000001.tmp",
+        "rename round-000001.tmp",
+        "sync checkpoints",
+    ]
+
+
+# Disks that are full -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", range(4))
+def test_a_full_disk(two: Checkpoints, folder: Path, monkeypatch: pytest.MonkeyPatch, call: int) -> None:
+    real, seen = os.fsync, 0
+
+    def full(number: int) -> None:
+        nonlocal seen
+        seen += 1
+        if seen > call:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(CheckpointError) as caught:
+            two.save(state_of(3), 3)
+    text = str(caught.value)
+    # The fourth sync is that of the folder above: by then the new checkpoint itself is whole.
+    last = 2 if call < 3 else 3
+    assert f"cannot write the checkpoint {folder}/round-000003: No space left on device" in text
+    assert f"The last whole checkpoint is of round {last}." in text
+    assert f"fedprophet train --resume '{folder.parent}'" in text
+    assert [name for name in names(folder) if not name.startswith("round-00000") or "." in name] == []
+    assert two.load(State)[1:] == (last, [])
+
+
+def test_a_full_disk_at_the_first_checkpoint(
+    checkpoints: Checkpoints, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(number: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CheckpointError, match="There is no whole checkpoint yet"):
+        checkpoints.save(state_of(1), 1)
+    assert names(folder) == []
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(CheckpointError, match=r"cannot write the checkpoint .*round-000001: "):
+        Checkpoints(tmp_path / "run" / "checkpoints", CONFIG).save(state_of(1), 1)
+
+
+def test_a_real_limit_on_the_size_of_files(tmp_path: Path) -> None:
+    program = """
+        import resource, sys
+        from dataclasses import dataclass
+        from collections.abc import Mapping
+        from pathlib import Path
+        import torch
+        from torch import Tensor
+        from fedprophet.errors import CheckpointError
+        from fedprophet.runs.checkpoint import Checkpoints
+        from fedprophet.runs.config import Config
+
+        @dataclass(frozen=True)
+        class State:
+            model: Mapping[str, Tensor]
+
+        checkpoints = Checkpoints(Path(sys.argv[1]) / "checkpoints", Config())
+        checkpoints.save(State({"w": torch.ones(8)}), 1)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        try:
+            checkpoints.save(State({"w": torch.ones(100_000)}), 2)
+        except CheckpointError as error:
+            print(error)
+        print(checkpoints.load(State).round)
+    """
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    text, number = result.stdout.splitlines()
+    assert "File too large. The last whole checkpoint is of round 1." in text
+    assert number == "1"
+    assert names(tmp_path / "checkpoints") == ["round-000001"]
+
+
+# Single files --------------------------------------------------------------------------------------------------------
+
+
+def test_write_atomic(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "deep" / "file.txt"
+    write_atomic(path, b"one")
+    write_atomic(path, b"two")
+    assert path.read_bytes() == b"two"
+    assert names(path.parent) == ["file.txt"]
+
+
+def test_write_atomic_keeps_the_old_file_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file.txt"
+    write_atomic(path, b"one")
+
+    def full(number: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CheckpointError, match=f"cannot write {path}: No space left on device"):
+        write_atomic(path, b"two")
+    assert path.read_bytes() == b"one"
+    assert names(tmp_path) == ["file.txt"]
+
+
+def test_a_folder_that_cannot_be_synced_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.fsync
+
+    def broken(number: int) -> None:
+        if Path(f"/proc/self/fd/{number}").readlink().is_dir():
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(number)
+
+    monkeypatch.setattr(os, "fsync", broken)
+    with pytest.raises(CheckpointError, match=f"cannot write {tmp_path}: Input/output error"):
+        write_atomic(tmp_path / "file.txt", b"one")
+
+
+def test_tensor_files_with_metadata_are_valid_and_always_the_same(tmp_path: Path) -> None:
+    metadata = {name: f"{name} é" for name in "hgfedcba"}
+    tensors = {"w": torch.randn(3, 5), "n": torch.tensor(3), "b": torch.ones(3, dtype=torch.bool)}
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(tensors_to_bytes(tensors, metadata))
+    with safe_open(path, framework="pt") as file:
+        assert file.metadata() == metadata
+        assert {name: same(file.get_tensor(name), value) for name, value in tensors.items()} == dict.fromkeys(
+            tensors, True
+        )
+    assert tensors_to_bytes(tensors, dict(reversed(metadata.items()))) == path.read_bytes()
+    assert {int.from_bytes(tensors_to_bytes(tensors, {"k": "x" * n})[:8], "little") % 8 for n in range(8)} == {0}
+    assert list(json.loads(path.read_bytes()[8:].split(b"}}", 1)[0] + b"}}")["__metadata__"]) == sorted(metadata)

@@ -1,0 +1,449 @@
+import json
+import math
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from fedprophet.errors import ConfigError
+from fedprophet.runs.config import (
+    PRESETS,
+    Config,
+    TrainSection,
+    differences,
+    load_config,
+    parse_config,
+    reference_markdown,
+    to_toml,
+)
+
+REFERENCE = Path(__file__).parents[2] / "docs" / "reference" / "configuration.md"
+
+
+def message(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, overrides)
+    return str(caught.value)
+
+
+def keys() -> list[str]:
+    """Every dotted key, found without the code under test."""
+    values = Config().model_dump()
+    sections = {name for name, value in values.items() if isinstance(value, dict)}
+    top = [name for name in values if name not in sections]
+    return top + [f"{name}.{key}" for name in values if name in sections for key in values[name]]
+
+
+# Defaults ------------------------------------------------------------------------------------------------------------
+
+
+def test_defaults_are_the_papers() -> None:
+    config = Config()
+    assert (config.rounds, config.warmup_rounds, config.gate_rounds, config.patience_rounds) == (500, 100, 25, 50)
+    train = config.train
+    assert (train.batch, train.iterations, train.learning_rate, train.decay) == (64, 30, 0.005, 0.994)
+    assert (train.momentum, train.weight_decay, train.strong_convexity) == (0.9, 0.0001, 0.00001)
+    assert config.attack.radius == 8 / 255
+    assert config.attack.step_size == 2 / 255
+    assert (config.attack.steps, config.evaluate.steps) == (10, 20)
+    perturbation = config.perturbation
+    assert (perturbation.start, perturbation.change, perturbation.threshold) == (0.3, 0.1, 0.05)
+    assert (config.shards.kind, config.shards.classes_per_client, config.shards.iid_fraction) == ("skewed", 2, 0.2)
+    assert config.data.validation == 0.2
+
+
+def test_momentum_decides_the_copies_that_training_holds() -> None:
+    assert TrainSection().copies == 3
+    assert TrainSection(momentum=0.0).copies == 2
+
+
+@pytest.mark.parametrize(
+    ("rounds", "value", "expected"),
+    [(500, "20%", 100), (30, "20%", 6), (2, "20%", 0), (7, "50%", 3), (30, 4, 4), (1000, "0.1%", 1), (10, "0%", 0)],
+)
+def test_rounds_may_be_a_share(rounds: int, value: int | str, expected: int) -> None:
+    config = parse_config({"rounds": rounds, "train": {"warmup": value}, "convergence": {"gate": 0}})
+    assert config.warmup_rounds == expected
+
+
+def test_patience_is_at_least_one_round() -> None:
+    assert parse_config({"rounds": 2}).patience_rounds == 1
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 3, 500])
+def test_every_preset_works_with_any_number_of_rounds(rounds: int) -> None:
+    for name in PRESETS:
+        assert load_config(name, [f"rounds={rounds}"]).rounds == rounds
+
+
+def test_presets_have_a_description() -> None:
+    assert "digits" in PRESETS
+    assert all(text and "\n" not in text for text in PRESETS.values())
+
+
+def test_the_default_is_the_digits_preset() -> None:
+    assert load_config() == load_config("digits")
+    assert load_config().attack.radius == 0.15
+
+
+def test_a_configuration_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError):
+        Config().seed = 3  # type: ignore[misc]
+    with pytest.raises(ValidationError):
+        Config().train.batch = 3  # type: ignore[misc]
+
+
+# Overrides -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "expected"),
+    [
+        ("seed=7", ("seed",), 7),
+        ("model.name=vgg16", ("model", "name"), "vgg16"),
+        ('model.name="vgg16"', ("model", "name"), "vgg16"),
+        (" train.batch = 8 ", ("train", "batch"), 8),
+        ("train.momentum=0", ("train", "momentum"), 0.0),
+        ("train.learning_rate=1e-3", ("train", "learning_rate"), 0.001),
+        ("attack.radius=8/255", ("attack", "radius"), 8 / 255),
+        ("attack.radius=0", ("attack", "radius"), 0.0),
+        ("attack.step=2/255", ("attack", "step"), 2 / 255),
+        ("attack.step=auto", ("attack", "step"), "auto"),
+        ("perturbation.enabled=false", ("perturbation", "enabled"), False),
+        ("evaluate.clients=3", ("evaluate", "clients"), 3),
+        ("evaluate.clients=all", ("evaluate", "clients"), "all"),
+        ("memory.budget=60MB", ("memory", "budget"), "60MB"),
+        ("memory.budget=60000000", ("memory", "budget"), 60000000),
+        ("memory.budget=12.5%", ("memory", "budget"), "12.5%"),
+        ("device=cuda:1", ("device",), "cuda:1"),
+        ("data.root=/a b/c=d#e", ("data", "root"), "/a b/c=d#e"),
+        ("data.root=", ("data", "root"), ""),
+        ("data.root=1\nseed = 5", ("data", "root"), "1\nseed = 5"),
+        ("model.options.width=32", ("model", "options"), {"width": 32}),
+        ("model.options={width = 32, pool = [1, 2]}", ("model", "options"), {"width": 32, "pool": [1, 2]}),
+    ],
+)
+def test_overrides(override: str, path: tuple[str, ...], expected: object) -> None:
+    value: object = load_config(None, [override])
+    for name in path:
+        value = getattr(value, name)
+    assert value == expected
+    assert type(value) is type(expected)
+
+
+def test_the_last_override_wins_and_the_others_stay() -> None:
+    config = load_config("digits", ["seed=1", "train.batch=9", "seed=2"])
+    assert (config.seed, config.train.batch) == (2, 9)
+    assert config.train.iterations == load_config("digits").train.iterations
+
+
+@pytest.mark.parametrize("override", ["seed", "=3", ".batch=3", "train.=3", ""])
+def test_an_override_must_be_key_and_value(override: str) -> None:
+    text = message(override)
+    assert repr(override) in text
+    assert "KEY=VALUE" in text
+
+
+def test_a_section_is_not_overridden_as_a_whole() -> None:
+    assert "'train' is a table" in message("train={batch = 3}")
+
+
+def test_an_override_that_is_not_text_is_refused() -> None:
+    assert "not UTF-8" in message("data.root=\udcff")
+
+
+# Errors --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "given_text", "allowed"),
+    [
+        ("train.batch=0", "0", "a whole number of at least 1"),
+        ("train.batch=2.5", "2.5", "a whole number of at least 1"),
+        ("train.batch=many", '"many"', "a whole number of at least 1"),
+        ("train.batch=true", "true", "a whole number of at least 1"),
+        ("train.momentum=1", "1", "a number of at least 0 and below 1"),
+        ("train.learning_rate=0", "0", "a number above 0"),
+        ("train.learning_rate=nan", "nan", "a number above 0"),
+        ("train.learning_rate=inf", "inf", "a number above 0"),
+        ("perturbation.enabled=yes", '"yes"', "true or false"),
+        ("perturbation.enabled=1", "1", "true or false"),
+        ("attack.radius=8/0", '"8/0"', "a number of at least 0 and at most 1"),
+        ("attack.radius=300/255", '"300/255"', "a number of at least 0 and at most 1"),
+        ("attack.step=0", "0", '"auto" or a number above 0'),
+        ("evaluate.clients=0", "0", '"all" or a whole number of at least 1'),
+        ("evaluate.clients=some", '"some"', '"all" or a whole number of at least 1'),
+        ("memory.budget=0%", '"0%"', '"60MB"'),
+        ("memory.budget=60XB", '"60XB"', '"60MB"'),
+        ("memory.budget=-5", "-5", '"60MB"'),
+        ("train.warmup=100%", '"100%"', "a whole number of at least 0, or a share"),
+        ("train.warmup=-1", "-1", "a whole number of at least 0, or a share"),
+        ("device=tpu", '"tpu"', '"cpu", "cuda"'),
+        ("data.root=2024", "2024", "a text in quotes"),
+        ("model.options=3", "3", "a table"),
+        ("model.options.when=1979-05-27", "1979", "a table"),
+        ("model.options.scale=inf", "inf", "a table"),
+        ("seed=-1", "-1", "at least 0"),
+        ("train.batch.size=3", "{size = 3}", "a whole number of at least 1"),
+    ],
+)
+def test_errors_name_key_given_and_allowed(override: str, given_text: str, allowed: str) -> None:
+    key = "model.options" if override.startswith("model.options") else override.partition("=")[0].removesuffix(".size")
+    text = message(override)
+    assert "\n" not in text
+    assert text.startswith(f"{key}: given ")
+    assert given_text in text
+    assert "(--set)" in text
+    assert allowed in text.partition("allowed: ")[2]
+
+
+def test_a_wrong_choice_shows_the_nearest() -> None:
+    text = message("shards.kind=skew")
+    assert '"skewed", "iid", "dirichlet". Did you mean \'skewed\'?' in text
+    assert "Did you mean" not in message("shards.kind=xyz")
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "nearest"),
+    [
+        ("train.bach=3", "train.bach", "batch"),
+        ("train.lr=3", "train.lr", "learning_rate"),
+        ("train.batch_size=3", "train.batch_size", "batch"),
+        ("sead=3", "sead", "seed"),
+        ("trian.batch=3", "trian", "train"),
+        ("learning_rate=3", "learning_rate", "train.learning_rate"),
+    ],
+)
+def test_an_unknown_key_shows_the_nearest(override: str, key: str, nearest: str) -> None:
+    text = message(override)
+    assert text.startswith(f"unknown key {key!r}")
+    assert f"Did you mean {nearest!r}?" in text
+
+
+def test_an_unknown_key_lists_its_own_level() -> None:
+    text = message("assignment.zzz=3")
+    assert text == "unknown key 'assignment.zzz' (--set). Known: enabled"
+
+
+def test_all_errors_are_listed_one_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text('seed = "x"\n[train]\nbatch = 0\nlr = 1\n[population]\nclients = 2.5\n')
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, ["shards.kind=none"])
+    lines = str(caught.value).splitlines()
+    assert sorted(line.split(":")[0] for line in lines if "given" in line) == [
+        "population.clients",
+        "seed",
+        "shards.kind",
+        "train.batch",
+    ]
+    assert sum(line.startswith("unknown key 'train.lr'") for line in lines) == 1
+    assert len(lines) == 5
+    assert all((f"(in {path})" in line) != ("(--set)" in line) for line in lines)
+    assert "(--set)" in next(line for line in lines if line.startswith("shards.kind"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "limit"),
+    [
+        (["population.cohort=21"], "population.cohort: given 21", "population.clients = 20"),
+        (["evaluate.clients=21"], "evaluate.clients: given 21", "population.clients = 20"),
+        (["measure.clients=21"], "measure.clients: given 21", "population.clients = 20"),
+        (["rounds=9", "train.warmup=9"], "train.warmup: given 9", "rounds = 9"),
+        (["rounds=9", "train.warmup=4", "convergence.gate=5"], "convergence.gate: given 5", "train.warmup = 5"),
+        (["perturbation.floor=0.4"], "perturbation.floor: given 0.4", "perturbation.start = 0.3"),
+    ],
+)
+def test_keys_that_exclude_each_other(overrides: list[str], key: str, limit: str) -> None:
+    text = message(*overrides)
+    assert "\n" not in text
+    assert text.startswith(key)
+    assert limit in text
+
+
+def test_limits_themselves_are_allowed() -> None:
+    sets = ["population.cohort=20", "evaluate.clients=20", "rounds=9", "train.warmup=4", "convergence.gate=4"]
+    assert load_config(None, [*sets, "perturbation.floor=0.3"]).gate_rounds == 4
+
+
+def test_several_conflicts_are_all_listed() -> None:
+    lines = message("population.cohort=99", "rounds=3", "train.warmup=3").splitlines()
+    assert [line.split(":")[0] for line in lines] == ["population.cohort", "train.warmup"]
+
+
+def test_a_section_that_is_no_table(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text("train = 3\n")
+    with pytest.raises(ConfigError, match=r"^train: given 3 \(in .*c.toml\), allowed: a table$"):
+        load_config(path)
+
+
+def test_long_values_are_cut() -> None:
+    assert len(message("train.batch=" + "x" * 5000)) < 300
+
+
+# Files ---------------------------------------------------------------------------------------------------------------
+
+
+def file_message(source: str | Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(source)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def test_an_unknown_preset() -> None:
+    text = file_message("digit")
+    assert text.startswith("unknown preset 'digit'. Did you mean 'digits'?")
+    assert "TOML" in text
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    assert str(tmp_path / "no.toml") in file_message(str(tmp_path / "no.toml"))
+    assert "No such file" in file_message("no.toml")
+    assert "No such file" in file_message(Path("digits"))
+
+
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    assert "Is a directory" in file_message(tmp_path)
+
+
+def test_broken_toml_names_file_and_line(tmp_path: Path) -> None:
+    path = tmp_path / "broken.toml"
+    path.write_text("seed = 1\nrounds = = 3\n")
+    text = file_message(path)
+    assert str(path) in text
+    assert "line 2" in text
+
+
+def test_a_file_that_is_not_utf8(tmp_path: Path) -> None:
+    path = tmp_path / "latin.toml"
+    path.write_bytes('method = "é"'.encode("latin-1"))
+    text = file_message(path)
+    assert str(path) in text
+    assert "byte 10" in text
+
+
+def test_a_byte_order_mark_is_fine(tmp_path: Path) -> None:
+    path = tmp_path / "bom.toml"
+    path.write_text("seed = 4", encoding="utf-8-sig")
+    assert load_config(path).seed == 4
+
+
+def test_a_file_starts_from_the_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('[attack]\nradius = "4/255"\n')
+    assert load_config(str(path)) == parse_config({"attack": {"radius": 4 / 255}})
+
+
+def test_a_file_without_suffix_in_this_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine").write_text("seed = 4")
+    assert load_config("mine").seed == 4
+
+
+# Writing -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("comments", [False, True])
+def test_toml_round_trip(tmp_path: Path, comments: bool) -> None:
+    options = {"b": [1, 2.5, True, "x"], "a": {"deep key": 'q"\\\n\t\x00\x7fé'}, "": -1}
+    config = parse_config({"model": {"options": options}, "attack": {"step": 1 / 3}, "memory": {"budget": 12345}})
+    path = tmp_path / "c.toml"
+    path.write_text(to_toml(config, comments), encoding="utf-8")
+    assert load_config(path) == config
+    assert to_toml(load_config(path), comments) == to_toml(config, comments)
+
+
+def test_toml_has_every_key_in_a_fixed_order() -> None:
+    text = to_toml(Config())
+    table = tomllib.loads(text)
+    assert table == Config().model_dump()
+    assert list(table)[:5] == ["method", "seed", "rounds", "threads", "device"]
+    assert text.startswith('method = "fedprophet"\nseed = 0\nrounds = 500\nthreads = 0\ndevice = "cpu"\n\n[model]\n')
+
+
+def test_options_are_written_in_one_order() -> None:
+    one, two = ({"model": {"options": dict(pairs)}} for pairs in ([("a", 1), ("b", 2)], [("b", 2), ("a", 1)]))
+    assert to_toml(parse_config(one)) == to_toml(parse_config(two))
+
+
+def test_comments_stand_above_every_key() -> None:
+    lines = to_toml(Config(), comments=True).splitlines()
+    assignments = [number for number, line in enumerate(lines) if " = " in line and not line.startswith("#")]
+    assert len(assignments) == len(keys())
+    assert all(lines[number - 1].startswith("# ") for number in assignments)
+    assert max(map(len, lines)) <= 100
+
+
+tables = st.dictionaries(
+    st.text(st.characters(codec="utf-8"), max_size=5),
+    st.recursive(
+        st.booleans()
+        | st.integers(-(2**63), 2**63 - 1)
+        | st.floats(allow_nan=False, allow_infinity=False)
+        | st.text(st.characters(codec="utf-8")),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(st.characters(codec="utf-8")), inner),
+        max_leaves=5,
+    ),
+    max_size=3,
+)
+
+
+@given(tables)
+def test_any_options_round_trip(options: dict[str, object]) -> None:
+    config = parse_config({"model": {"options": options}})
+    again = tomllib.loads(to_toml(config))["model"]["options"]
+    assert json.dumps(again, sort_keys=True) == json.dumps(options, sort_keys=True)
+
+
+# Comparing -----------------------------------------------------------------------------------------------------------
+
+
+def test_differences() -> None:
+    here = parse_config({"seed": 1, "train": {"batch": 8}, "model": {"options": {"width": 1, "same": 2}}})
+    there = parse_config({"seed": 2, "train": {"batch": 8, "momentum": 0}, "model": {"options": {"same": 2}}})
+    assert differences(here, there) == [
+        "seed: here 1, there 2",
+        "model.options.width: here 1, there not set",
+        "train.momentum: here 0.9, there 0.0",
+    ]
+    assert differences(here, here) == []
+
+
+def test_differences_to_the_table_of_another_version() -> None:
+    stored = json.loads(json.dumps(Config().model_dump()))
+    del stored["seed"]
+    stored["train"]["new_key"] = None
+    assert differences(Config(), stored) == ["seed: here 0, there not set", "train.new_key: here not set, there None"]
+
+
+# Reference -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_key_is_on_the_reference_page() -> None:
+    rows = {line.split("|")[1].strip(): line for line in reference_markdown().splitlines() if line.startswith("| `")}
+    assert sorted(rows) == sorted(f"`{key}`" for key in keys())
+    for line in rows.values():
+        cells = [cell.strip() for cell in line.split(" | ")]
+        assert len(cells) == 5
+        assert all(cell.strip("| ") for cell in cells)
+    assert "| `train.momentum` | number | `0.9` | a number of at least 0 and below 1 |" in rows["`train.momentum`"]
+    assert '| `evaluate.clients` | text or integer | `"all"` |' in rows["`evaluate.clients`"]
+
+
+def test_the_committed_page_is_current() -> None:
+    assert REFERENCE.read_text("utf-8") == reference_markdown(), (
+        "run: fedprophet config reference > docs/reference/configuration.md"
+    )
+
+
+def test_ratios_are_exact() -> None:
+    for numerator in range(1, 256):
+        radius = load_config(None, [f"attack.radius={numerator}/255"]).attack.radius
+        assert radius == numerator / 255
+        assert math.isclose(radius * 255, numerator)

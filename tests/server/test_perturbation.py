@@ -1,0 +1,56 @@
+"""Eq. 11 and 12 against hand-computed numbers."""
+
+import math
+
+import pytest
+
+from fedprophet.server.perturbation import AdjustmentRule, Perturbation, accuracy_ratio
+
+
+def _perturbation(alpha: float = 0.3) -> Perturbation:
+    return Perturbation(magnitude=2.0, reference=0.8 / 0.5, alpha=alpha)
+
+
+def test_radius_is_alpha_times_the_measured_magnitude() -> None:
+    assert _perturbation().radius == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize(
+    ("clean", "adversarial", "alpha"),
+    [
+        (0.85, 0.50, 0.4),  # 1.700 > 1.05 · 1.6 = 1.680: too little robustness
+        (0.83, 0.50, 0.3),  # 1.660 lies between 1.520 and 1.680
+        (0.77, 0.50, 0.3),  # 1.540, still between
+        (0.75, 0.50, 0.2),  # 1.500 < 1.520: too much
+        (0.10, 0.00, 0.4),  # no adversarial accuracy: an infinite ratio raises alpha
+    ],
+)
+def test_alpha_follows_the_accuracy_ratio(clean: float, adversarial: float, alpha: float) -> None:
+    assert _perturbation().observe(clean, adversarial, AdjustmentRule()).alpha == pytest.approx(alpha)
+
+
+def test_switched_off_it_stays() -> None:
+    assert _perturbation().observe(0.9, 0.1, AdjustmentRule(enabled=False)).alpha == 0.3
+
+
+def test_alpha_never_falls_below_its_floor() -> None:
+    rule = AdjustmentRule(floor=0.3)
+    assert _perturbation().observe(0.5, 0.5, rule).alpha == 0.3
+    assert _perturbation(0.05).observe(0.5, 0.5, AdjustmentRule()).alpha == 0.0
+
+
+def test_cadence_and_window() -> None:
+    """Every second observation is compared, on the mean of the last three ratios."""
+    rule = AdjustmentRule(every=2, window=3)
+    first = _perturbation().observe(0.8, 0.4, rule)  # ratio 2.0, not yet compared
+    assert first.alpha == 0.3
+    second = first.observe(0.6, 0.5, rule)  # mean of 2.0 and 1.2 is 1.6: inside the band
+    assert second.alpha == 0.3
+    fourth = second.observe(0.8, 0.4, rule).observe(0.8, 0.4, rule)  # mean of 1.2, 2.0, 2.0 is 1.733
+    assert fourth.ratios == (1.2, 2.0, 2.0)
+    assert fourth.alpha == pytest.approx(0.4)
+
+
+def test_ratio_without_adversarial_accuracy_is_infinite() -> None:
+    assert accuracy_ratio(0.5, 0.25) == 2.0
+    assert accuracy_ratio(0.5, 0.0) == math.inf
