@@ -9,6 +9,7 @@ from torch import nn
 
 from fedprophet.cascade.atoms import Chain
 from fedprophet.data.dataset import Dataset
+from fedprophet.errors import ConfigError
 from fedprophet.runs import results
 from fedprophet.runs.config import Config, load_config, parse_config
 from fedprophet.runs.run import Observer, play, reopen, start, write_model
@@ -53,14 +54,14 @@ def resume(
 
 def evaluate(
     path: str | Path,
-    attacks: Sequence[str] = ("clean", "pgd20"),
+    attacks: str | Sequence[str] = ("clean", "pgd20"),
     *,
     model: nn.Module | Chain | None = None,
     data: Dataset | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Return a run's personalised and global accuracy under each attack."""
     run = reopen(Path(path), model, data)
-    names = results.parse_attacks(",".join(attacks))
+    names = results.parse_attacks(attacks if isinstance(attacks, str) else ",".join(attacks))
     return results.evaluate(run.session, run.state, names, run.session.engine)
 
 
@@ -72,8 +73,8 @@ def export(
 
 
 def _config(config: Config | Mapping[str, Any] | str | Path | None, overrides: Sequence[str]) -> Config:
-    if isinstance(config, Config):
-        return config
-    if isinstance(config, Mapping):
-        return parse_config(config)
-    return load_config(config, overrides)
+    if not isinstance(config, Config | Mapping):
+        return load_config(config, overrides)
+    if overrides:
+        raise ConfigError("overrides go with a preset's name or a file: put them into the mapping or Config itself")
+    return config if isinstance(config, Config) else parse_config(config)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
+from torch.nn.utils.parametrizations import weight_norm
 
 from fedprophet.cascade.atoms import Chain, chain_of, explicit_chain
 from fedprophet.errors import ModelError
@@ -305,11 +306,64 @@ def test_a_result_that_is_thrown_away_still_counts_where_it_was_written_in_place
     assert_same(chain, model, torch.rand(4, 3))
 
 
+class Assigns(nn.Module):
+    """Python's own in-place operators: a second name of the tensor sees what they do."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.leave = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.register_buffer("mask", torch.tensor([1.0, 0.0, 2.0]))
+        self.steps, self.seen = 0, None
+
+    def forward(self, x):
+        self.steps += 1
+        x += 1.0
+        x = self.enter(x)
+        other = x
+        x *= self.mask
+        x[:, 1] = 5.0
+        x /= 2.0
+        x -= other
+        self.seen = x
+        return self.leave(x + other)
+
+
+@pytest.mark.parametrize("make", [chain_of, lambda model: explicit_chain([("all", model)])])
+def test_assignments_keep_their_meaning_and_leave_the_model_as_it_was(make):
+    torch.manual_seed(0)
+    model = Assigns()
+    chain = make(model)
+    assert (model.steps, model.seen) == (0, None)
+    assert_same(chain, model, torch.rand(4, 3))
+    x = torch.rand(4, 3)
+    before = torch.clone(x)
+    chain.run(x)
+    assert torch.equal(x, before)
+
+
 def test_no_copy_where_nothing_is_overwritten():
     for name, shape in {"vgg16": (3, 32, 32), "resnet18": (3, 32, 32), "vit": (3, 32, 32)}.items():
         with torch.device("meta"):
             chain = chain_of(build(name, shape, 10))
         assert not any(atom.body.writes_input for atom in chain.atoms)
+
+
+def test_constants_of_forward_follow_the_device_of_the_input():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.b(self.a(x) * torch.tensor([1.0, 2.0, 3.0])) + torch.arange(3)
+
+    model = Model()
+    chain = chain_of(model)
+    assert len(chain) == 2
+    assert "_tensor_constant0" not in vars(model)
+    assert_same(chain, model, torch.rand(4, 3))
+    model.to("meta")
+    assert chain.run(torch.empty(4, 3, device="meta")).device.type == "meta"
 
 
 class Raw(nn.Module):
@@ -391,6 +445,121 @@ def test_layers_of_torch_that_give_several_tensors_are_not_cut_behind():
     for end in (1, 2, 3):
         assert isinstance(chain.run(x, 0, end), torch.Tensor)
     assert torch.equal(chain.run(x), model(x))
+
+
+@pytest.mark.parametrize(
+    ("collapse", "atoms"),
+    [
+        (lambda x: x.view(x.size(0), -1)[:, :4], 1),
+        (lambda x: x.reshape((x.shape[0], -1))[:, :4], 1),
+        (lambda x: F.adaptive_avg_pool2d(x, 1).squeeze(), 1),
+        (lambda x: F.adaptive_avg_pool2d(x, 1).squeeze(-1).squeeze(-1), 1),
+        (lambda x: x.mean((2, 3)), 1),
+        (lambda x: x.mean(3).amax(dim=2), 1),
+        (lambda x: x.sum(dim=[2, 3]), 1),
+        (lambda x: x[:, :, 0, 0], 1),
+        (lambda x: x.select(3, 0).select(2, 0), 1),
+        (lambda x: torch.einsum("nchw->nc", x), 1),
+        # Tokens, maps of one pixel and channels last are not vectors yet: each linear layer is an atom.
+        (lambda x: x.flatten(2).transpose(1, 2), 3),
+        (lambda x: x.mean((2, 3), keepdim=True).permute(0, 2, 3, 1), 3),
+        (lambda x: x.permute(0, 2, 3, 1), 3),
+        (lambda x: x.mean((2, 3)).unsqueeze(1), 3),
+    ],
+)
+def test_the_classifier_begins_where_maps_become_vectors(collapse, atoms):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.one, self.two = nn.Conv2d(1, 4, 1), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.two(F.relu(self.one(collapse(self.conv(x)))))
+
+    torch.manual_seed(0)
+    model = Model()
+    chain = chain_of(model)
+    assert len(chain) == atoms
+    assert_same(chain, model, torch.rand(3, 1, 2, 2))
+
+
+class Dense(nn.Module):
+    """Every layer reads what all the layers before it gave."""
+
+    def __init__(self, width, growth):
+        super().__init__()
+        self.steps = nn.ModuleList(self.step(width + n * growth, growth) for n in range(2))
+
+    @staticmethod
+    def step(width, growth):
+        return nn.Sequential(nn.BatchNorm2d(width), nn.ReLU(inplace=True), nn.Conv2d(width, growth, 3, padding=1))
+
+    def forward(self, x):
+        seen = [x]
+        for step in self.steps:
+            seen.append(step(torch.cat(seen, 1)))
+        return torch.cat(seen, 1)
+
+
+class Squeeze(nn.Module):
+    """A vector inside a block is no classifier."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width)
+        self.down, self.up = nn.Linear(width, 2), nn.Linear(2, width)
+
+    def forward(self, x):
+        batch, channels, _, _ = x.size()
+        y = self.norm(self.conv(x))
+        weights = torch.sigmoid(self.up(F.relu(self.down(y.mean((2, 3)))))).view(batch, channels, 1, 1)
+        y = y * weights
+        y += x
+        return F.relu(y, inplace=True)
+
+
+class Preactivated(nn.Module):
+    def __init__(self, width, out):
+        super().__init__()
+        self.norm, self.conv = nn.BatchNorm2d(width), nn.Conv2d(width, out, 3, padding=1)
+        self.again, self.shortcut = nn.Conv2d(out, out, 3, padding=1), nn.Conv2d(width, out, 1)
+
+    def forward(self, x):
+        x = F.relu(self.norm(x))
+        return self.again(F.relu(self.conv(x))) + self.shortcut(x)
+
+
+class Standardised(nn.Conv2d):
+    def forward(self, x):
+        weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
+        return F.conv2d(x, weight, self.bias, self.stride, self.padding)
+
+
+@pytest.mark.parametrize(
+    ("block", "atoms"),
+    [
+        (Dense(4, 2), [("0", ("Conv 1",)), ("1.steps", ("Dense 1", "Linear 1"))]),
+        (Squeeze(4), [("0", ("Conv 1",)), ("1", ("Squeeze 1", "Linear 1"))]),
+        # Its norm and activation come before its first matrix: they belong to the atom before.
+        (Preactivated(4, 4), [("0", ("Conv 1",)), ("1", ("Preactivated 1", "Linear 1"))]),
+        (Standardised(4, 4, 3, padding=1), [("0", ("Conv 1",)), ("1", ("Conv 2", "Linear 1"))]),
+        (
+            weight_norm(nn.Conv2d(4, 4, 1)),
+            [("0", ("Conv 1",)), ("1", ("Conv 2", "Linear 1"))],
+        ),
+    ],
+)
+def test_blocks_that_people_write(block, atoms):
+    torch.manual_seed(0)
+    width = 8 if isinstance(block, Dense) else 4
+    pool = nn.AdaptiveAvgPool2d(1)
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), block, nn.BatchNorm2d(width), pool, nn.Flatten(), nn.Linear(width, 2))
+    chain = chain_of(model)
+    assert [(atom.name, atom.layers) for atom in chain.atoms] == atoms
+    assert not any(atom.body.writes_input for atom in chain.atoms)
+    assert ("1.norm.weight" in chain.local(0, 1)) == isinstance(block, Preactivated)
+    assert_names(chain)
+    assert_same(chain, model, torch.rand(3, 3, 6, 6))
 
 
 def test_mixer_tokens_stay_atoms_until_they_become_vectors():

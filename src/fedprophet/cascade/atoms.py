@@ -6,7 +6,7 @@ state-dict names stay those of the model. `chain_of` finds the atoms by itself; 
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,7 +59,7 @@ class Atom(nn.Module):
             # The tensor is the caller's, and autograd refuses to write to a leaf.
             x = x.clone()
         work = self.body.train if self.training else self.body.evaluate
-        with flags(self.reused, self.training):
+        with flags(self.reused, self.training) if self.reused else nullcontext():
             result = work(x, self._values(work, x.device)) if isinstance(work, Program) else work(x)
         if not isinstance(result, Tensor):
             raise ModelError(f"atom {self.name!r} must return one tensor, not {type(result).__name__}. {REMEDY}")
@@ -70,16 +70,17 @@ class Atom(nn.Module):
 
     def _register_raw(self) -> None:
         """Let torch know the tensors that no layer holds as the atom's: for its parameters and for functional calls."""
-        for program in (self.body.train, self.body.evaluate):
-            for attribute in program.attributes if isinstance(program, Program) else ():
-                value, key = program.value(attribute), f"raw_{len(self._raw)}"  # type: ignore[operator]
-                if attribute in self._raw or not isinstance(value, Tensor):
-                    continue
-                if isinstance(value, nn.Parameter):
-                    self.register_parameter(key, value)
-                else:
-                    self.register_buffer(key, value, persistent=False)
-                self._raw[attribute] = (key, value)
+        programs = [work for work in (self.body.train, self.body.evaluate) if isinstance(work, Program)]
+        values = {attribute: program.value(attribute) for program in programs for attribute in program.attributes}
+        for number, (attribute, value) in enumerate(values.items()):
+            key = f"raw_{number}"
+            if isinstance(value, nn.Parameter):
+                self.register_parameter(key, value)
+            elif isinstance(value, Tensor):
+                self.register_buffer(key, value, persistent=False)
+            else:
+                continue
+            self._raw[attribute] = (key, value)
 
     def _values(self, program: Program, device: torch.device) -> Iterator[Any]:
         for attribute in program.attributes:
@@ -96,6 +97,7 @@ class Chain:
 
     `shared_names` and `local_names` hold, for each atom, the state-dict names it owns. A tensor that no atom uses
     belongs to the last one. With a `Normalize` the chain is that and then the model; the model itself stays bare.
+    An atom follows its own training flag, which `mode` sets; the model's train() and eval() do not reach it.
     """
 
     model: nn.Module
@@ -261,12 +263,12 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
 
 def _statistics_names(model: nn.Module) -> set[str]:
     """Return the names of everything in norm layers that keep statistics, however they are written."""
-    keeping = [
-        (name, module)
-        for name, module in model.named_modules(remove_duplicate=False)
-        if isinstance(getattr(module, "running_mean", None), Tensor)
-    ]
-    return {f"{name}.{inner}" if name else inner for name, module in keeping for inner in module.state_dict()}
+    names = set()
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(getattr(module, "running_mean", None), Tensor):
+            own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+            names |= {f"{name}.{inner}" if name else inner for inner, _ in own}
+    return names
 
 
 def _check_same_atoms(model: nn.Module, train: Sequence[Part], evaluate: Sequence[Part]) -> None:

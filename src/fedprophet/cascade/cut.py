@@ -16,7 +16,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 from torch import nn
 from torch.fx import Node
@@ -76,12 +75,11 @@ def cut(model: nn.Module, training: bool) -> tuple[Part, ...]:
     groups = _group(traced, _segments(traced))
     names = _names(groups)
     counts: Counter[str] = Counter()
-    return tuple(
-        _part(
-            traced, group, name, label(chain.from_iterable(_kind(model, segment.layers) for segment in group), counts)
-        )
-        for group, name in zip(groups, names, strict=True)
-    )
+    parts = []
+    for group, name in zip(groups, names, strict=True):
+        kinds = [kind for segment in group for kind in _kind(model, segment.layers)]
+        parts.append(_part(traced, group, name, label(kinds, counts)))
+    return tuple(parts)
 
 
 def inspect_module(module: nn.Module, input_range: Range) -> Facts:
@@ -145,10 +143,11 @@ def _writes(traced: Traced, nodes: Iterable[Node], start: Node) -> bool:
     for node in nodes:
         if aliases.isdisjoint(node.all_input_nodes):
             continue
-        target = node.args[0] if node.args else node.kwargs.get("input")
-        if target in aliases and operations.writes_first_argument(node, traced.module_of):
-            return True
-        if operations.may_be_view(node, traced.module_of):
+        if operations.writes_first_argument(node, traced.module_of):
+            # Its result lies in the memory of that argument alone.
+            if (node.args[0] if node.args else node.kwargs.get("input")) in aliases:
+                return True
+        elif operations.may_be_view(node, traced.module_of):
             aliases.add(node)
     return False
 
@@ -269,8 +268,8 @@ def _raw_matrices(traced: Traced, node: Node, constants: set[Node]) -> list[str]
 
 
 def _layer_kind(leaf: nn.Module) -> str:
-    base = next((c for c in type(leaf).__mro__ if c.__module__.startswith("torch.nn.modules")), type(leaf))
-    return re.sub(r"\dd$", "", base.__name__)
+    base = operations.torch_class(leaf)
+    return re.sub(r"\dd$", "", type(leaf).__name__ if base is nn.Module else base.__name__)
 
 
 def _group(traced: Traced, segments: Sequence[Segment]) -> list[list[Segment]]:
@@ -306,8 +305,10 @@ def _kind(model: nn.Module, layers: Sequence[Layer]) -> tuple[str, ...]:
     """Return what people call a segment: its layer's kind, or the class of the block that holds its layers."""
     if len(layers) < 2:
         return tuple(layer.kind for layer in layers)
-    owner = model.get_submodule(_common([layer.name for layer in layers]))
-    return ("Block",) if owner is model or type(owner) in CONTAINERS else (type(owner).__name__,)
+    owner = _common([layer.name for layer in layers])
+    while owner and type(model.get_submodule(owner)) in CONTAINERS:
+        owner = owner.rpartition(".")[0]
+    return (type(model.get_submodule(owner)).__name__,) if owner else ("Block",)
 
 
 def kinds_of_part(module: nn.Module, layers: Sequence[Layer]) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ Modules, functions and methods of one operation share one name here: nn.MaxPool2
 import math
 import re
 from collections.abc import Callable, Mapping, Set
+from typing import Any
 
 from torch import nn
 from torch.fx import Node
@@ -17,6 +18,50 @@ ModuleOf = Callable[[Node], nn.Module]
 
 UNBOUNDED: Range = (-math.inf, math.inf)
 NON_NEGATIVE: Range = (0.0, math.inf)
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+def assign_add(x: Any, y: Any) -> Any:
+    """Do what `x += y` does, in place where x is a tensor."""
+    x += y
+    return x
+
+
+def assign_sub(x: Any, y: Any) -> Any:
+    """Do what `x -= y` does."""
+    x -= y
+    return x
+
+
+def assign_mul(x: Any, y: Any) -> Any:
+    """Do what `x *= y` does."""
+    x *= y
+    return x
+
+
+def assign_truediv(x: Any, y: Any) -> Any:
+    """Do what `x /= y` does."""
+    x /= y
+    return x
+
+
+def assign_item(x: Any, index: Any, value: Any) -> Any:
+    """Do what `x[index] = value` does."""
+    x[index] = value
+    return x
+
+
+ASSIGNMENTS: Mapping[str, Callable[..., Any]] = {
+    "__iadd__": assign_add,
+    "__isub__": assign_sub,
+    "__imul__": assign_mul,
+    "__itruediv__": assign_truediv,
+    "__setitem__": assign_item,
+}
+"""What Python's assignments to a traced value become. torch.fx would make new tensors of them, or refuse them."""
 
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._NormBase)
 RANGES: Mapping[str, Range] = {
@@ -42,81 +87,16 @@ MATRIX_FUNCTIONS: Mapping[str, str] = {
     **{f"conv{n}d": "Conv" for n in (1, 2, 3)},
     **{f"convtranspose{n}d": "ConvTranspose" for n in (1, 2, 3)},
 }
-ELEMENTWISE = frozenset(
-    {
-        "relu",
-        "relu6",
-        "leakyrelu",
-        "prelu",
-        "rrelu",
-        "elu",
-        "selu",
-        "celu",
-        "gelu",
-        "silu",
-        "mish",
-        "softplus",
-        "softsign",
-        "sigmoid",
-        "logsigmoid",
-        "hardsigmoid",
-        "tanh",
-        "hardtanh",
-        "hardswish",
-        "hardshrink",
-        "softshrink",
-        "tanhshrink",
-        "threshold",
-        "add",
-        "sub",
-        "mul",
-        "truediv",
-        "div",
-        "neg",
-        "pow",
-        "exp",
-        "sqrt",
-        "clamp",
-    }
+ELEMENTWISE = _words(
+    "relu relu6 leakyrelu prelu rrelu elu selu celu gelu silu mish softplus softsign sigmoid logsigmoid "
+    "hardsigmoid tanh hardtanh hardswish hardshrink softshrink tanhshrink threshold add sub mul truediv div neg "
+    "pow exp sqrt clamp"
 )
-NORM_NAMES = frozenset(
-    {"batchnorm", "batchnorm1d", "batchnorm2d", "batchnorm3d", "layernorm", "groupnorm", "rmsnorm", "instancenorm"}
-)
-RESHAPES = frozenset(
-    {
-        "flatten",
-        "view",
-        "reshape",
-        "unflatten",
-        "permute",
-        "transpose",
-        "squeeze",
-        "unsqueeze",
-        "contiguous",
-        "clone",
-        "expand",
-    }
-)
-SELECTIONS = frozenset({"getitem", "select", "narrow", "amax", "amin", "mean"})
-NO_TENSORS = frozenset(
-    {"size", "shape", "dim", "ndim", "ndimension", "numel", "nelement", "dtype", "device", "stride", "len"}
-)
-SEVERAL_TENSORS = frozenset(
-    {
-        "chunk",
-        "split",
-        "tensorsplit",
-        "unbind",
-        "topk",
-        "sort",
-        "lstm",
-        "gru",
-        "rnn",
-        "multiheadattention",
-        "aminmax",
-        "meshgrid",
-    }
-)
+NORM_NAMES = _words("batchnorm batchnorm1d batchnorm2d batchnorm3d layernorm groupnorm rmsnorm instancenorm")
+RESHAPES = _words("flatten view reshape unflatten permute transpose squeeze unsqueeze contiguous clone expand")
+SELECTIONS = _words("getitem select narrow amax amin mean")
+NO_TENSORS = _words("size shape dim ndim ndimension numel nelement dtype device stride len")
+SEVERAL_TENSORS = _words("chunk split tensorsplit unbind topk sort lstm gru rnn multiheadattention aminmax meshgrid")
 _POOL = re.compile(r"(adaptive|lp|fractional)?(max|avg)?pool(\d)d")
 _CONVOLUTION = re.compile(r"conv(transpose)?(\d)d")
 _DROPOUT = re.compile(r"(feature)?(alpha)?dropout\d?d?")
@@ -125,16 +105,22 @@ _DROPOUT = re.compile(r"(feature)?(alpha)?dropout\d?d?")
 def operation(node: Node, module_of: ModuleOf) -> str:
     """Return the name of what a node does, the same for module, function and method; '' where it is not torch's."""
     if node.op == "call_module":
-        base = next((c for c in type(module_of(node)).__mro__ if c.__module__.startswith("torch.nn")), nn.Module)
-        return _plain(base.__name__)
+        return _plain(torch_class(module_of(node)).__name__)
     if node.op == "call_method":
         return _plain(str(node.target))
     if node.op != "call_function" or isinstance(node.target, str):
         return ""
     if node.target is getattr:
         return _plain(str(node.args[1]))
+    if node.target in ASSIGNMENTS.values():
+        return node.target.__name__.removeprefix("assign_")
     origin = getattr(node.target, "__module__", None) or "torch"
     return _plain(node.target.__name__) if origin.split(".")[0] in ("torch", "_operator") else ""
+
+
+def torch_class(module: nn.Module) -> type[nn.Module]:
+    """Return the layer of torch that a module is, or is made of: subclasses and parametrised layers have one."""
+    return next(c for c in type(module).__mro__ if c is nn.Module or c.__module__.startswith("torch.nn.modules"))
 
 
 def _plain(name: str) -> str:
@@ -155,6 +141,8 @@ def writes_first_argument(node: Node, module_of: ModuleOf) -> bool:
     """Whether a node works in place on its first argument."""
     if node.op == "call_module":
         return bool(getattr(module_of(node), "inplace", False))
+    if node.target in ASSIGNMENTS.values():
+        return True
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     return bool(node.kwargs.get("inplace")) or (name.endswith("_") and not name.startswith("__"))
 
@@ -162,10 +150,10 @@ def writes_first_argument(node: Node, module_of: ModuleOf) -> bool:
 def may_be_view(node: Node, module_of: ModuleOf) -> bool:
     """Whether the result may lie in the memory of an argument. A needless yes costs a copy, a wrong no is a bug."""
     name = operation(node, module_of)
-    if writes_first_argument(node, module_of) or is_dropout(name):
-        return True
     computes = name in ELEMENTWISE or name in NORM_NAMES or name in MATRIX_FUNCTIONS or is_pool(name)
-    return not (computes or name in ("cat", "stack", "softmax", "mean", "sum", "scaleddotproductattention"))
+    return is_dropout(name) or not (
+        computes or name in ("cat", "stack", "softmax", "mean", "sum", "scaleddotproductattention")
+    )
 
 
 def keeps_batch(node: Node, module_of: ModuleOf) -> bool:

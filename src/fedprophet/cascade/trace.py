@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from torch.fx import Node
 from torch.fx.proxy import Proxy
 
+from fedprophet.cascade.operations import ASSIGNMENTS
 from fedprophet.errors import ModelError
 
 REMEDY = "Change that place, or hand the model over as an explicit chain (fedprophet.cascade.atoms.explicit_chain)."
@@ -56,7 +57,8 @@ class Program:
     attributes: tuple[str, ...]
 
     def __call__(self, x: Tensor, values: Iterable[Any]) -> Any:
-        return self.code(x, *values)
+        # Straight to forward: nobody hooks this module, and small models feel the detour.
+        return self.code.forward(x, *values)
 
     def value(self, attribute: str) -> Any:
         """Return what the model holds there now: moving a model puts other buffers into it."""
@@ -87,7 +89,7 @@ class Traced:
 
     def tensors_of(self, node: Node) -> tuple[Tensor, ...]:
         """Return the parameters and buffers that a node reads from the model by itself."""
-        if node.op not in ("call_module", "get_attr"):
+        if node.op not in ("call_module", "get_attr") or (node.op == "get_attr" and is_constant(str(node.target))):
             return ()
         held = operator.attrgetter(str(node.target))(self.host)
         if isinstance(held, nn.Module):
@@ -113,12 +115,14 @@ def trace(model: nn.Module, training: bool) -> Traced:
     _check_inputs(model)
     host = Host(model)
     states = torch.get_rng_state(), random.getstate()
-    with _mode_of(model, training):
+    with _undisturbed(model, training):
         try:
             graph = _Tracer(host).trace(host)
         except Exception as error:
             raise ModelError(_explain(model, error)) from error
     if not torch.equal(states[0], torch.get_rng_state()) or states[1] != random.getstate():
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
         raise ModelError(
             f"{type(model).__name__} draws random numbers that do not depend on its input: cut, it would "
             f"draw them only once. {REMEDY}"
@@ -155,6 +159,9 @@ class _Tracer(fx.Tracer):
             )
         return parameter_proxy_cache[name]
 
+    def proxy(self, node: Node) -> Proxy:
+        return _Value(node, self)
+
     def to_bool(self, obj: Proxy) -> bool:
         # An assertion computes nothing: the chain leaves it to the model.
         frame = inspect.currentframe()
@@ -163,6 +170,28 @@ class _Tracer(fx.Tracer):
         if frame is not None and _line(frame).startswith("assert "):
             return True
         return super().to_bool(obj)
+
+
+class _Value(Proxy):
+    """A value in a trace. Its assignments stay assignments: another name of the same tensor must see them."""
+
+    def __iadd__(self, other: Any) -> Any:
+        return self._assign("__iadd__", other)
+
+    def __isub__(self, other: Any) -> Any:
+        return self._assign("__isub__", other)
+
+    def __imul__(self, other: Any) -> Any:
+        return self._assign("__imul__", other)
+
+    def __itruediv__(self, other: Any) -> Any:
+        return self._assign("__itruediv__", other)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self._assign("__setitem__", index, value)
+
+    def _assign(self, method: str, *arguments: Any) -> Any:
+        return self.tracer.create_proxy("call_function", ASSIGNMENTS[method], (self, *arguments), {})
 
 
 class _TensorProxy(Proxy):
@@ -192,9 +221,16 @@ def _check_inputs(model: nn.Module) -> None:
 
 
 @contextmanager
-def _mode_of(model: nn.Module, training: bool) -> Iterator[None]:
-    with flags(tuple(model.modules()), training):
-        yield
+def _undisturbed(model: nn.Module, training: bool) -> Iterator[None]:
+    """Set the mode of the whole model, and put back afterwards whatever its forward assigned to its modules."""
+    found = [(module, dict(module.__dict__)) for module in model.modules()]
+    try:
+        with flags(tuple(model.modules()), training):
+            yield
+    finally:
+        for module, before in found:
+            module.__dict__.clear()
+            module.__dict__.update(before)
 
 
 @contextmanager

@@ -70,6 +70,22 @@ def _options(
     pass
 
 
+_ROOM, _RIGHTS, _PATH = "Make room there", "Correct its permissions or give another folder", "Give another path"
+MENDABLE = {
+    errno.ENOSPC: _ROOM,
+    errno.EDQUOT: _ROOM,
+    errno.EFBIG: _ROOM,
+    errno.EACCES: _RIGHTS,
+    errno.EPERM: _RIGHTS,
+    errno.EROFS: _RIGHTS,
+    errno.ENAMETOOLONG: _PATH,
+    errno.ENOTDIR: _PATH,
+    errno.EISDIR: _PATH,
+    errno.ELOOP: _PATH,
+}
+"""What to do about the system's errors that are no defect of ours."""
+
+
 def main() -> None:
     """Run the command line: exit code 0 for success, 2 for what the user can mend, 130 for Ctrl-C."""
     try:
@@ -81,9 +97,9 @@ def main() -> None:
     except KeyboardInterrupt:
         _say("stopped", 130)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM):
+        if error.errno not in MENDABLE:
             raise
-        _say(f"error: cannot write {error.filename or 'a file'}: {error.strerror}. Make room or give another folder", 2)
+        _say(f"error: {error.filename or 'a file'}: {error.strerror}. {MENDABLE[error.errno]}", 2)
 
 
 def _say(text: str, code: int) -> None:

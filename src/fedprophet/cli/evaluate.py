@@ -8,8 +8,9 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from fedprophet.cli.progress import WORK_NAMES, _accuracy_table
+from fedprophet.cli.progress import WORK_NAMES, accuracy_table
 from fedprophet.client.task import TaskKind
+from fedprophet.errors import ConfigError
 from fedprophet.runs.results import Watched, evaluate, parse_attacks
 from fedprophet.runs.run import reopen, write_model
 
@@ -38,7 +39,7 @@ def evaluate_command(
     console = Console()
     for note in _notes(opened):
         console.print(note, highlight=False, markup=False)
-    console.print(_accuracy_table(results))
+    console.print(accuracy_table(results))
 
 
 def export_command(
@@ -49,6 +50,8 @@ def export_command(
 
     Example: fedprophet export runs/digits-fedprophet-1 --out model.safetensors
     """
+    if out.is_dir():
+        raise ConfigError(f"{out} is a folder. Give the file to write, such as {out / 'model.safetensors'}")
     opened = reopen(run)
     write_model(opened, out)
     console = Console()

@@ -51,8 +51,7 @@ class _Clock:
         self._seconds: list[float] = []
 
     def start(self, session: Session, round: int) -> None:
-        stages = len(session.world.modules) if session.config.method == "fedprophet" else 1
-        self.total = stages * session.config.rounds
+        self.total = len(session.world.modules) * session.config.rounds
         self.done = round
 
     def round_done(self, record: Record, session: Session, seconds: float) -> None:
@@ -102,9 +101,11 @@ def _events(record: Record) -> list[str]:
 
 def _headline(session: Session, path: Path, round: int) -> str:
     config, world = session.config, session.world
-    what = f"{config.method} on {session.dataset.name}: {config.model.name} in {len(world.modules)} modules of at most "
-    what += f"{format_size(session.budget)} (whole model {format_size(world.cost.total_memory)}), "
-    what += f"{config.population.cohort} of {config.population.clients} clients a round"
+    budget, whole, modules = format_size(session.budget), format_size(world.cost.total_memory), len(world.modules)
+    cut = f"in {modules} modules of at most {budget} (whole model {whole})"
+    what = f"{config.method} on {session.dataset.name}: {config.model.name} "
+    what += cut if modules > 1 else f"as a whole, {whole} (budget {budget})"
+    what += f", {config.population.cohort} of {config.population.clients} clients a round"
     return what + (f"; going on after round {round}" if round else "") + f"\nrun: {path}"
 
 
@@ -231,34 +232,35 @@ def closing_table(results: Mapping[str, Any], path: Path, console: Console) -> N
     table = Table(title="Modules", title_justify="left")
     for heading in ("Module", "Layers"):
         table.add_column(heading)
-    for heading in ("Memory", "of budget", "of whole model", "Clean", "PGD"):
-        table.add_column(heading, justify="right", no_wrap=True)
     stages = results.get("stages", [])
-    for row in results["modules"]:
-        stage = stages[row["index"] - 1] if len(stages) >= row["index"] else {}
+    for heading in ("Memory", "of budget", "of whole model", *(("Clean", "PGD") if stages else ())):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for number, row in enumerate(results["modules"]):
         memory = row["memory_bytes"]
-        table.add_row(
-            str(row["index"]),
-            ", ".join(row["layers"]),
-            format_size(memory),
-            f"{100 * memory / budget:.0f} %",
-            f"{100 * memory / whole:.0f} %",
-            percent(stage.get("clean")),
-            percent(stage.get("adversarial")),
-        )
+        shares = (f"{100 * memory / budget:.0f} %", f"{100 * memory / whole:.0f} %")
+        reached = (percent(stages[number]["clean"]), percent(stages[number]["adversarial"])) if stages else ()
+        table.add_row(str(row["index"]), ", ".join(row["layers"]), format_size(memory), *shares, *reached)
     console.print(table)
-    console.print(_accuracy_table(results))
-    largest = max(row["memory_bytes"] for row in results["modules"])
-    console.print(
-        f"A client needs {format_size(largest)} to train a module; the whole model would take {format_size(whole)}.\n"
-        f"{results['rounds']} rounds, seed {results['seed']}. Files: {path}",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
-    )
+    console.print(accuracy_table(results))
+    console.print("\n".join((*_remarks(results), f"Files: {path}")), highlight=False, markup=False, soft_wrap=True)
 
 
-def _accuracy_table(results: Mapping[str, Any]) -> Table:
+def _remarks(results: Mapping[str, Any]) -> list[str]:
+    """Return what a reader should know beside the tables."""
+    whole, largest = results["whole_model_bytes"], max(row["memory_bytes"] for row in results["modules"])
+    need = f"A client needs {format_size(largest)} to train "
+    lines = [need + (f"a module; the whole model would take {format_size(whole)}." if largest < whole else "it.")]
+    if "best" in results:
+        lines.append("; ".join(_reached(name, results[name]) for name in ("best", "last")))
+    return [*lines, f"{results['rounds']} rounds, seed {results['seed']}."]
+
+
+def _reached(name: str, round: Mapping[str, Any]) -> str:
+    accuracies = f"clean {percent(round['clean'])}, PGD {percent(round['adversarial'])}"
+    return f"{name} round ({round['round']}): {accuracies}"
+
+
+def accuracy_table(results: Mapping[str, Any]) -> Table:
     attacks = list(results["personalised"])
     table = Table(title="Accuracy of the trained model", title_justify="left")
     table.add_column("Measured on")
@@ -270,7 +272,8 @@ def _accuracy_table(results: Mapping[str, Any]) -> Table:
         "global": "global: the exported model, averaged norm layers, on the test set",
     }
     for key, text in meaning.items():
-        values = [percent(results[key][name]["accuracy"]) for name in attacks]
+        # Without a held-out sample there is no accuracy, not one of zero.
+        values = [percent(cell["accuracy"] if cell["samples"] else None) for cell in results[key].values()]
         table.add_row(text, *values, str(results[key][attacks[0]]["samples"]))
     return table
 

@@ -4,9 +4,10 @@ import shutil
 import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from pathlib import Path
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 
@@ -44,7 +45,8 @@ class FeatureCache:
         while self.memory_bytes > memory_limit:
             key, features = self._memory.popitem(last=False)
             if features.nbytes <= disk_limit:
-                self._disk[key] = self._spill(features), features.nbytes
+                with suppress(OSError):  # a full disk loses nothing: they are computed again
+                    self._disk[key] = self._spill(features), features.nbytes
         while self.disk_bytes > disk_limit:
             _, (path, _) = self._disk.popitem(last=False)
             path.unlink()
@@ -54,7 +56,11 @@ class FeatureCache:
             self._folder = Path(tempfile.mkdtemp(prefix="fedprophet-features-"))
         self._written += 1
         path = self._folder / f"{self._written}.safetensors"
-        save_file({"features": features.contiguous()}, path)
+        try:
+            path.write_bytes(save({"features": features.contiguous()}))
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
         return path
 
     @property

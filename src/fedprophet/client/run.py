@@ -1,5 +1,6 @@
 """One client carries out one task: the only place where a task meets data, and the same on every engine."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -98,8 +99,11 @@ def _train(task: ClientTask, client: Client, workspace: Workspace, own: Mapping[
     if segment.head is not None:
         trained |= {f"heads.{task.head}.{name}": p.detach().clone() for name, p in segment.head.named_parameters()}
     kept = _detached(chain, chain.local(task.first, task.last))
-    # A client whose training diverged keeps its own layers as they were; the server drops such an update.
-    if torch.isfinite(torch.tensor(loss)) and _finite(trained) and _finite(kept):
+    # A client whose training diverged keeps its own layers as they were, and the server drops its update. The server
+    # does not see these layers: where they alone overflowed, the loss has to tell it.
+    if not _finite(kept):
+        loss = math.nan
+    if math.isfinite(loss) and _finite(trained):
         workspace.layers.put(task.architecture, task.client, task.round, {**own, **kept}, task.timeline)
     return ClientUpdate(
         task.kind, task.round, task.client, weight=_weight(client), metrics={"loss": loss}, parameters=trained

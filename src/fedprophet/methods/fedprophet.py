@@ -1,10 +1,12 @@
 """FedProphet (Algorithm 2): a cascade of modules, each trained robustly by the fleet, then fixed."""
 
+import math
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from fedprophet.client.task import ClientTask, ClientUpdate, FrozenModule, TaskKind, Timeline
+from fedprophet.errors import TrainingError
 from fedprophet.methods.base import World, named
 from fedprophet.server.accuracy import Accuracy, personalised
 from fedprophet.server.aggregate import Parameters, mean_metric, partial_average, sift
@@ -60,8 +62,10 @@ class FedProphet:
     def __init__(self, world: World) -> None:
         self.world = world
         settings = world.config.perturbation
+        # The rule counts evaluations, the setting rounds.
+        every = math.ceil(settings.every / world.config.evaluate.every)
         self.rule = AdjustmentRule(
-            settings.enabled, settings.change, settings.threshold, settings.every, settings.window, settings.floor
+            settings.enabled, settings.change, settings.threshold, every, settings.window, settings.floor
         )
 
     def initial(self) -> CascadeState:
@@ -176,12 +180,14 @@ class FedProphet:
         record["fixed"] = {"module": stage + 1, **vars(state.fixed[-1])}
         perturbation = None
         if stage + 1 < len(self.world.modules):
-            magnitude = yield from self._magnitude(state)
+            magnitude = yield from self._magnitude(state, record)
             record["fixed"]["magnitude"] = magnitude
             perturbation = Perturbation(magnitude, accuracy_ratio(best.clean, best.adversarial), settings.start)
         return replace(state, stage=stage + 1, stage_round=0, perturbation=perturbation, best=None)
 
-    def _magnitude(self, state: CascadeState) -> Generator[Sequence[ClientTask], Sequence[ClientUpdate], float]:
+    def _magnitude(
+        self, state: CascadeState, record: Record
+    ) -> Generator[Sequence[ClientTask], Sequence[ClientUpdate], float]:
         """E[max ‖Δz_m‖] over the clients' training samples, under the attack that module m was trained with."""
         settings, module = self.world.config.measure, self.world.modules[state.stage]
         threat = with_steps(self._threat(state), settings.steps)
@@ -192,7 +198,16 @@ class FedProphet:
             for client in clients
         ]
         answers = [answer for answer in (yield tasks) if answer.weight > 0]
-        return mean_metric(answers, "magnitude")
+        finite = [answer for answer in answers if math.isfinite(answer.metrics["magnitude"])]
+        for answer in answers:
+            if answer not in finite:
+                record["dropped"][str(answer.client)] = f"its measured perturbation is {answer.metrics['magnitude']}"
+        if not finite:
+            raise TrainingError(
+                f"module {state.stage + 1} has diverged: no client could measure how far an attack moves its features. "
+                "A new run with a lower train.learning_rate usually helps"
+            )
+        return mean_metric(finite, "magnitude")
 
     # Tasks.
 

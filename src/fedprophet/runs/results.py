@@ -31,15 +31,15 @@ def parse_attacks(text: str) -> tuple[str, ...]:
 def evaluate(session: Session, state: Any, attacks: Sequence[str], engine: Engine) -> dict[str, dict[str, Any]]:
     """Return personalised and global accuracy under each attack.
 
-    Personalised: each client on its own held-out part, with its own norm layers. Global: the one exported model, with
-    averaged norm layers, on the test set.
+    Personalised: each client that `evaluate.clients` asks, on its own held-out part, with its own norm layers. Global:
+    the one exported model, with averaged norm layers, on the test set.
     """
     local = average_local(session, state, engine)
 
     def over_clients(threat: ThreatModel | None) -> Accuracy:
-        clients = session.population.eligible.tolist()
+        clients = session.world.sample(session.config.evaluate.clients, state.round, "evaluate")
         tasks = [session.method.evaluation_task(state, client, threat) for client in clients]
-        return personalised(list(engine.map(tasks)))
+        return personalised(list(in_order(tasks, engine)))
 
     def over_test_set(threat: ThreatModel | None) -> Accuracy:
         task = session.method.evaluation_task(state, SERVER, threat)
@@ -68,7 +68,23 @@ def average_local(session: Session, state: Any, engine: Engine) -> Mapping[str, 
         ClientTask("report", state.round, client, session.config.seed, timeline=timeline, wants_local=True)
         for client in session.population.eligible.tolist()
     ]
-    return partial_average(session.initial_local, ((update.weight, update.local) for update in engine.map(tasks)))
+    answers = in_order(tasks, engine)
+    return partial_average(session.initial_local, ((answer.weight, answer.local) for answer in answers))
+
+
+def in_order(tasks: Sequence[ClientTask], engine: Engine) -> Iterator[ClientUpdate]:
+    """Yield the updates in the order of their tasks, in whichever order an engine brings them.
+
+    A sum over clients then has the same bits on every engine; only updates that came too early are held.
+    """
+    early: dict[int, ClientUpdate] = {}
+    turn = 0
+    for update in engine.map(tasks):
+        early[update.client] = update
+        while turn < len(tasks) and tasks[turn].client in early:
+            yield early.pop(tasks[turn].client)
+            turn += 1
+    yield from (early[client] for client in sorted(early))
 
 
 def exported_model(session: Session, state: Any, engine: Engine) -> dict[str, Tensor]:

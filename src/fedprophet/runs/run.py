@@ -1,8 +1,12 @@
 """A run is a directory. This is its life: started, played round by round, stopped at any moment, resumed, finished."""
 
+import fcntl
 import json
+import os
+import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,7 +25,7 @@ from fedprophet.runs.files import tensors_to_bytes, write_atomic
 from fedprophet.runs.journal import Journal
 from fedprophet.runs.results import Watched, evaluate, exported_model
 from fedprophet.runs.session import CUSTOM, Session, assemble
-from fedprophet.server.coordinator import Record, hold
+from fedprophet.server.coordinator import Engine, Record, hold
 from fedprophet.version import __version__
 
 FAILURES_ALLOWED = 3
@@ -132,7 +136,7 @@ def start(
     path = out if out is not None else _free_name(Path("runs"), f"{config.data.name}-{config.method}")
     files = RunFiles(path)
     if files.config.exists():
-        raise ConfigError(f"{path} already holds a run. Continue it with: fedprophet train --resume '{path}'")
+        raise ConfigError(f"{path} already holds a run. {_resume(path)}, or give another folder with --out")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ConfigError(f"{path} is not empty. Give another folder with --out")
     # Everything the user may have got wrong is found before anything is written.
@@ -158,14 +162,34 @@ def reopen(path: Path, model: nn.Module | Chain | None = None, dataset: Dataset 
 def play(run: Run, observer: Observer | None = None) -> Mapping[str, Any]:
     """Play rounds until the run is finished; return the closing summary."""
     observer = observer or Silent()
-    observer.started(run.session, run.files.path, run.state.round)
-    for note in run.notes:
-        observer.note(note)
-    state = _play_rounds(run, observer)
-    if not run.files.results.exists():
-        observer.finishing()
-        _finish(Run(run.files, run.session, state), observer)
+    with _alone(run.files.path):
+        observer.started(run.session, run.files.path, run.state.round)
+        for note in run.notes:
+            observer.note(note)
+        try:
+            state = _play_rounds(run, observer)
+            if not (run.files.results.exists() and run.files.model.exists()):
+                observer.finishing()
+                _finish(Run(run.files, run.session, state), observer)
+        finally:
+            run.session.features.clear()
     return read_results(run.files.path)
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Keep a second process off a run's folder; the lock goes with the process, however that ends."""
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(f"another process is working on {path}: wait for it, or stop it first") from None
+        except OSError:
+            pass  # a file system without locks
+        yield
+    finally:
+        os.close(folder)
 
 
 def _play_rounds(run: Run, observer: Observer) -> Any:
@@ -189,7 +213,7 @@ def _play_rounds(run: Run, observer: Observer) -> Any:
             keeper.round_done(state, finished=method.finished(state))
     except KeyboardInterrupt:
         keeper.save(state)
-        raise RunStoppedError(_how_to_resume(f"stopped after round {state.round}", run.files.path)) from None
+        raise _stopped(f"after round {state.round}" if state.round else "in its first round", run.files.path) from None
     return state
 
 
@@ -220,17 +244,25 @@ def _stop_if_failing(state: MethodState, keeper: _Keeper, path: Path, record: Re
     reasons = "; ".join(f"client {client}: {reason}" for client, reason in record["dropped"].items())
     raise TrainingError(
         f"{state.failures} rounds in a row had no usable update ({reasons or 'nobody answered'}). The run is stopped "
-        f"with its checkpoint of round {state.round} in {path}. A lower train.learning_rate usually helps; to try "
-        f"again from there: fedprophet train --resume '{path}'"
+        f"with its checkpoint of round {state.round} in {path}. A new run with a lower train.learning_rate usually "
+        f"helps. {_resume(path)}, which tries further rounds"
     )
 
 
 def _finish(run: Run, observer: Observer) -> None:
     """Evaluate the trained model, write it, and write the closing summary last: it marks the run as finished."""
+    try:
+        summary = _summary(run, Watched(run.session.engine, observer.task_done))
+        write_model(run, run.files.model)
+        write_atomic(run.files.results, (json.dumps(summary, indent=2) + "\n").encode())
+    except KeyboardInterrupt:
+        raise _stopped("in its closing evaluation", run.files.path) from None
+
+
+def _summary(run: Run, engine: Engine) -> dict[str, Any]:
     session, state = run.session, run.state
-    engine = Watched(session.engine, observer.task_done)
     attacks = ("clean", f"pgd{session.config.evaluate.steps}")
-    summary = {
+    return {
         "version": __version__,
         "method": session.config.method,
         "seed": session.config.seed,
@@ -241,8 +273,6 @@ def _finish(run: Run, observer: Observer) -> None:
         **session.method.results(state),
         **evaluate(session, state, attacks, engine),
     }
-    write_model(run, run.files.model)
-    write_atomic(run.files.results, (json.dumps(summary, indent=2) + "\n").encode())
 
 
 def _module_rows(session: Session) -> list[dict[str, Any]]:
@@ -279,7 +309,11 @@ def write_model(run: Run, path: Path) -> None:
 
 def read_results(path: Path) -> Mapping[str, Any]:
     """Return the closing summary of a finished run."""
-    results: Mapping[str, Any] = json.loads(RunFiles(path).results.read_text())
+    file = RunFiles(path).results
+    try:
+        results: Mapping[str, Any] = json.loads(file.read_bytes())
+    except ValueError:
+        raise CheckpointError(f"{file} is damaged. Delete it, then make it again. {_resume(path)}") from None
     return results
 
 
@@ -294,5 +328,9 @@ def _free_name(parent: Path, stem: str) -> Path:
     return parent / f"{stem}-{number}"
 
 
-def _how_to_resume(what: str, path: Path) -> str:
-    return f"{what}; nothing is lost. Go on with: fedprophet train --resume '{path}'"
+def _stopped(when: str, path: Path) -> RunStoppedError:
+    return RunStoppedError(f"stopped {when}; nothing is lost. {_resume(path)}")
+
+
+def _resume(path: Path) -> str:
+    return f"Go on with: fedprophet train --resume {shlex.quote(str(path))}"

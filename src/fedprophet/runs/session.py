@@ -1,6 +1,7 @@
 """Everything a run consists of, put together from its configuration: data, fleet, model, method, engine."""
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from fedprophet.errors import ConfigError
 from fedprophet.fleet.availability import Availability
 from fedprophet.fleet.device import load_pool
 from fedprophet.fleet.population import Population
-from fedprophet.methods import make_method
+from fedprophet.methods import find_method
 from fedprophet.methods.base import Method, World
 from fedprophet.models.normalize import Normalize
 from fedprophet.randomness import global_rng
@@ -58,21 +59,25 @@ def assemble(
     config: Config, clients: Path | None = None, model: nn.Module | Chain | None = None, dataset: Dataset | None = None
 ) -> Session:
     """Build a session; `clients` is the folder where the clients' own layers are kept (None: in memory)."""
+    if config.device != "cpu":
+        raise ConfigError(f'device = "{config.device}" is not available: this version trains on the "cpu" alone')
+    method = find_method(config.method)
     torch.set_num_threads(config.threads or torch.get_num_threads())
     dataset = _dataset(config, dataset)
     population = _population(config, dataset)
     chain = _chain(config, dataset, model)
     cost = _cost(config, chain, dataset)
     budget = parse_budget(config.memory.budget, cost.total_memory)
-    modules = partition(cost, budget)
+    modules = partition(cost, budget if method.cascade else cost.total_memory)
     layers = ClientStore(clients, LAYERS_MEMORY)
     features = FeatureCache(CACHE_MEMORY, CACHE_DISK)
     frozen = ModuleStore()
     world = World(config, chain, cost, modules, population, frozen)
-    method = make_method(config.method, world)
     workspace = Workspace(chain, dataset.classes, frozen, layers, features)
     engine = EmbeddedEngine(population, workspace, budget)
-    return Session(config, dataset, population, world, method, engine, layers, features, workspace.initial, budget)
+    return Session(
+        config, dataset, population, world, method.method(world), engine, layers, features, workspace.initial, budget
+    )
 
 
 def _dataset(config: Config, given: Dataset | None) -> Dataset:
@@ -100,11 +105,12 @@ def _population(config: Config, dataset: Dataset) -> Population:
 
 
 def _chain(config: Config, dataset: Dataset, given: nn.Module | Chain | None) -> Chain:
+    # Clients' parameters are loaded into the chain, so a model of the user's is copied: theirs stays as it is.
     if isinstance(given, Chain):
-        return given
+        return deepcopy(given)
     normalize = Normalize(dataset.mean, dataset.std)
     if given is not None:
-        return chain_of(given, normalize)
+        return chain_of(deepcopy(given), normalize)
     if config.model.name == CUSTOM:
         raise ConfigError("this run brought its own model: go on in Python, with fedprophet.resume(RUN, model=…)")
     return chain_of(bare_model(config, dataset.shape, dataset.classes), normalize)

@@ -1,0 +1,177 @@
+"""What the tests of whole runs share: a very small run, and ways to play and disturb it."""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedprophet.client.task import ClientTask, ClientUpdate
+from fedprophet.runs.config import Config, parse_config
+from fedprophet.runs.session import Session, assemble
+from fedprophet.server.coordinator import Engine, Record, hold
+
+TINY: Mapping[str, Any] = {
+    "rounds": 3,
+    "threads": 1,
+    "model": {"options": {"width": 4}},
+    "memory": {"budget": "45%"},  # three modules
+    "population": {"clients": 6, "cohort": 2},
+    "train": {"iterations": 2, "batch": 16, "learning_rate": 0.1, "warmup": 1},
+    "attack": {"radius": 0.1, "steps": 2, "feature_steps": 2},
+    "convergence": {"gate": 0, "patience": 2},
+    "evaluate": {"steps": 2, "batch": 64},
+    "measure": {"steps": 2},
+}
+
+
+def changed(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a nested table with `{"train.batch": 8}` put in."""
+    result = copy.deepcopy(dict(table))
+    for key, value in changes.items():
+        *sections, name = key.split(".")
+        inner = result
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        inner[name] = value
+    return result
+
+
+def flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+Tiny = Callable[..., Config]
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Tiny:
+    """Return the configuration of a run of a second, with `{"train.batch": 8}` put in."""
+    return lambda changes=None: parse_config(changed(TINY, changes or {}))
+
+
+@pytest.fixture(scope="session")
+def tiny_flags() -> Callable[..., list[str]]:
+    """Return the same as `--set` flags for the command line."""
+
+    def flags(changes: Mapping[str, Any] | None = None) -> list[str]:
+        pairs = flat(changed(TINY, changes or {}))
+        texts = [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in pairs]
+        return [word for text in texts for word in ("--set", text)]
+
+    return flags
+
+
+class Recorder:
+    """An engine that keeps what was asked and what came back."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.exchanges: list[tuple[list[ClientTask], list[ClientUpdate]]] = []
+
+    def map(self, tasks: Iterable[ClientTask]) -> Iterator[ClientUpdate]:
+        asked = list(tasks)
+        answers = list(self.engine.map(asked))
+        self.exchanges.append((asked, answers))
+        yield from answers
+
+
+@dataclass
+class Played:
+    """A run in memory: the state after each round (the first is before any), its records, and who was asked what."""
+
+    session: Session
+    states: list[Any]
+    records: list[Record] = field(default_factory=list)
+    exchanges: list[list[tuple[list[ClientTask], list[ClientUpdate]]]] = field(default_factory=list)
+    layers: list[dict[int, Mapping[str, Tensor]]] = field(default_factory=list)
+
+    def of(self, round: int, kind: str) -> tuple[list[ClientTask], list[ClientUpdate]]:
+        """Return the tasks of a kind in a round (from 1), and their updates."""
+        found = [pair for pair in self.exchanges[round - 1] if pair[0] and pair[0][0].kind == kind]
+        assert len(found) <= 1
+        return found[0] if found else ([], [])
+
+
+def own_layers(session: Session, state: Any) -> dict[int, Mapping[str, Tensor]]:
+    """Return the layers that each client has in a state."""
+    timeline, clients = session.method.timeline(state), session.population.eligible.tolist()
+    tasks = [ClientTask("report", state.round, k, 0, timeline=timeline, wants_local=True) for k in clients]
+    return {answer.client: answer.local for answer in session.engine.map(tasks)}
+
+
+@pytest.fixture(scope="session")
+def play_in_memory() -> Callable[..., Played]:
+    """Return a function that plays a configuration without a folder; `wrap` puts an engine around the session's."""
+
+    def play(config: Config, wrap: Callable[[Engine], Engine] = lambda engine: engine, rounds: int = 999) -> Played:
+        session = assemble(config)
+        method, engine = session.method, wrap(session.engine)
+        played = Played(session, [method.initial()])
+        while not method.finished(played.states[-1]) and len(played.records) < rounds:
+            recorder = Recorder(engine)
+            state, record = hold(method.round(played.states[-1]), recorder)
+            played.states.append(state)
+            played.records.append(record)
+            played.exchanges.append(recorder.exchanges)
+            played.layers.append(own_layers(session, state))
+        return played
+
+    return play
+
+
+class Shuffled:
+    """An engine that carries tasks out, and brings answers back, in an order of its own."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def map(self, tasks: Iterable[ClientTask]) -> Iterator[ClientUpdate]:
+        asked = list(tasks)
+        order = torch.randperm(len(asked), generator=torch.Generator().manual_seed(len(asked))).tolist()
+        answers = list(self.engine.map([asked[index] for index in order]))
+        yield from reversed(answers)
+
+
+@pytest.fixture(scope="session")
+def shuffled() -> Callable[[Engine], Engine]:
+    return Shuffled
+
+
+Poison = Callable[[ClientUpdate], ClientUpdate]
+
+
+class Poisoned:
+    """An engine whose clients send back what `poison` makes of their training in the rounds given."""
+
+    def __init__(self, engine: Engine, poison: Poison, rounds: Sequence[int], clients: Sequence[int] | None) -> None:
+        self.engine, self.poison, self.rounds, self.clients = engine, poison, rounds, clients
+
+    def map(self, tasks: Iterable[ClientTask]) -> Iterator[ClientUpdate]:
+        for update in self.engine.map(tasks):
+            chosen = self.clients is None or update.client in self.clients
+            hit = update.kind == "train" and update.round in self.rounds and chosen
+            yield self.poison(update) if hit else update
+
+
+@pytest.fixture(scope="session")
+def poisoned() -> Callable[..., Callable[[Engine], Engine]]:
+    """Return `poisoned(poison, rounds, clients)`, to be wrapped around an engine."""
+    return lambda poison, rounds, clients=None: lambda engine: Poisoned(engine, poison, rounds, clients)
+
+
+def same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
+    """Whether two sets of tensors are equal bit for bit."""
+    return set(a) == set(b) and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.fixture(scope="session")
+def same_tensors() -> Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], bool]:
+    return same

@@ -1,0 +1,432 @@
+"""Algorithm 2 played from the first round to the last, against what the paper says of each step."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fedprophet.client.task import LocalTraining
+from fedprophet.threat import feature_threat, input_threat
+
+WARMUP, GATE, PATIENCE, ROUNDS = 1, 1, 2, 6
+SETTINGS = {
+    "rounds": ROUNDS,
+    "convergence.gate": GATE,
+    "convergence.patience": PATIENCE,
+    "train.decay": 0.5,
+    "population.cohort": 3,
+    "measure.steps": 3,
+}
+
+
+@pytest.fixture(scope="module")
+def played(tiny, play_in_memory):
+    return play_in_memory(tiny(SETTINGS))
+
+
+@pytest.fixture(scope="module")
+def stages(played):
+    """The rounds (from 1) of each stage."""
+    modules = len(played.session.world.modules)
+    return [[r["round"] for r in played.records if r["module"] == m] for m in range(1, modules + 1)]
+
+
+def test_the_fixture_has_something_to_show(played, stages):
+    assert len(stages) == 3
+    fixed = [record["fixed"] for record in played.records if "fixed" in record]
+    assert any(entry["round"] < rounds[-1] for entry, rounds in zip(fixed, stages, strict=True)), "nothing is restored"
+    assert any(len(rounds) < ROUNDS for rounds in stages), "no stage converges early"
+    assert any(last > r["module"] for r in played.records for last in r["assigned"].values()), "nobody is a prophet"
+    assert len({record["alpha"] for record in played.records}) > 3, "alpha never moves"
+
+
+def test_stages_follow_each_other_and_each_round_is_numbered(played, stages):
+    assert [record["round"] for record in played.records] == list(range(1, len(played.records) + 1))
+    assert [r for rounds in stages for r in rounds] == [record["round"] for record in played.records]
+    for rounds in stages:
+        assert [played.records[r - 1]["stage_round"] for r in rounds] == list(range(1, len(rounds) + 1))
+    assert [state.round for state in played.states] == list(range(len(played.states)))
+
+
+def test_a_stage_ends_when_its_rounds_or_its_patience_are_used_up(played, stages):
+    for rounds in stages:
+        records = [played.records[r - 1] for r in rounds]
+        for record in records:
+            stale = "best_round" in record and record["round"] - record["best_round"] >= PATIENCE
+            assert ("fixed" in record) == (stale or record["stage_round"] == ROUNDS)
+        assert ["fixed" in record for record in records] == [False] * (len(records) - 1) + [True]
+
+
+def test_a_stage_warms_up_without_an_attack_and_then_meets_the_one_it_names(played, stages):
+    world = played.session.world
+    for stage, rounds in enumerate(stages):
+        for r in rounds:
+            record, (tasks, _) = played.records[r - 1], played.of(r, "train")
+            assert record["adversarial_training"] == (record["stage_round"] > WARMUP)
+            bounds = (0.0, math.inf)  # behind a ReLU
+            assert world.chain.atoms[world.modules[stage].first - 1].bounds == bounds or stage == 0
+            attack = input_threat(0.1, 0.025, 2) if stage == 0 else feature_threat(record["epsilon"], 2, bounds)
+            assert {task.threat for task in tasks} == ({attack} if record["adversarial_training"] else {None})
+
+
+def test_the_learning_rate_decays_within_the_stage(played):
+    for record in played.records:
+        tasks, _ = played.of(record["round"], "train")
+        expected = LocalTraining(2, 16, 0.1 * 0.5 ** (record["stage_round"] - 1), 0.9, 1e-4, 1e-5)
+        assert {task.training for task in tasks} == {expected}
+
+
+def test_the_score_counts_from_the_gate_on_and_its_best_round_is_kept(played, stages):
+    reference = 1.0
+    for rounds in stages:
+        best = None
+        for record in (played.records[r - 1] for r in rounds):
+            assert ("score" in record) == (record["stage_round"] > WARMUP + GATE)
+            if "score" in record:
+                assert record["score"] == record["clean"] + reference * record["adversarial"]
+                if best is None or record["score"] > best["score"]:
+                    best = record
+                assert record["best_round"] == best["round"]
+        fixed = record["fixed"]
+        assert fixed["round"] == best["round"]
+        assert (fixed["clean"], fixed["adversarial"]) == (best["clean"], best["adversarial"])
+        reference = fixed["clean"] / fixed["adversarial"]
+
+
+def test_epsilon_is_alpha_times_the_measured_magnitude(played, stages):
+    """Eq. 11."""
+    assert {(played.records[r - 1]["epsilon"], played.records[r - 1]["alpha"]) for r in stages[0]} == {(0.1, None)}
+    for before, rounds in zip(stages, stages[1:], strict=False):
+        magnitude = played.records[before[-1] - 1]["fixed"]["magnitude"]
+        assert magnitude > 0
+        for record in (played.records[r - 1] for r in rounds):
+            assert record["epsilon"] == record["alpha"] * magnitude
+        assert record["fixed"]["radius"] == record["fixed"]["alpha"] * magnitude
+
+
+def test_alpha_follows_the_accuracies(played, stages):
+    """Eq. 12, with the paper's Δα = 0.1 and γ = 0.05, from the gate on."""
+    for before, rounds in zip(stages, stages[1:], strict=False):
+        last = played.records[before[-1] - 1]["fixed"]
+        reference = last["clean"] / last["adversarial"]
+        alpha, alphas = 0.3, {}
+        for record in (played.records[r - 1] for r in rounds):
+            assert record["alpha"] == alpha
+            alphas[record["round"]] = alpha
+            if "score" in record:
+                ratio = record["clean"] / record["adversarial"] if record["adversarial"] else math.inf
+                alpha += 0.1 * (ratio > 1.05 * reference) - 0.1 * (ratio < 0.95 * reference)
+                alpha = max(alpha, 0.0)
+        assert record["fixed"]["alpha"] == alphas[record["fixed"]["round"]]
+
+
+def test_the_magnitude_is_a_mean_over_training_samples_under_the_stages_own_attack(played, stages):
+    world, population = played.session.world, played.session.population
+    for stage, rounds in enumerate(stages[:-1]):
+        fixed = played.records[rounds[-1] - 1]["fixed"]
+        tasks, answers = played.of(rounds[-1], "measure")
+        assert [task.client for task in tasks] == population.eligible.tolist()
+        samples = {task.client: len(population.client_data(task.client).train) for task in tasks}
+        expected = sum(samples[a.client] * a.metrics["magnitude"] for a in answers) / sum(samples.values())
+        assert fixed["magnitude"] == pytest.approx(expected, rel=1e-12)
+        module = world.modules[stage]
+        for task in tasks:
+            assert (task.first, task.last, task.head) == (module.first, module.last, None)
+            assert task.threat.radius == fixed["radius"]
+            assert task.threat.steps == 3
+            assert task.threat.norm == ("linf" if stage == 0 else "l2")
+    assert played.of(stages[-1][-1], "measure") == ([], [])
+
+
+def test_the_best_round_comes_back_when_a_stage_ends(played, stages, same_tensors):
+    discarded = []
+    for rounds in stages:
+        end, best = rounds[-1], played.records[rounds[-1] - 1]["fixed"]["round"]
+        after = played.states[end]
+        if best < end:
+            assert same_tensors(after.model, played.states[best].model)
+            assert same_tensors(after.heads, played.states[best].heads)
+            assert not same_tensors(played.states[end - 1].model, after.model) or best == end - 1
+            assert played.layers[end - 1].keys() == played.layers[best - 1].keys()
+            for client, layers in played.layers[best - 1].items():
+                assert same_tensors(played.layers[end - 1][client], layers)
+            discarded.append((best, end))
+        assert after.discarded == tuple(discarded)
+    assert discarded
+
+
+def test_what_is_restored_had_been_changed_by_the_rounds_after_the_best(played, stages, same_tensors):
+    """Otherwise the test above would show nothing."""
+    for rounds in stages:
+        end, best = rounds[-1], played.records[rounds[-1] - 1]["fixed"]["round"]
+        for r in range(best + 1, end):
+            assert not same_tensors(played.states[r].model, played.states[best].model)
+            assert any(not same_tensors(played.layers[r - 1][k], own) for k, own in played.layers[best - 1].items())
+
+
+def test_a_fixed_module_never_changes_again_and_later_ones_do(played, stages, same_tensors):
+    world = played.session.world
+    for stage, rounds in enumerate(stages):
+        module = world.modules[stage]
+        frozen, later = world.chain.shared(0, module.last), world.chain.shared(module.last)
+        end = played.states[rounds[-1]]
+        for state in played.states[rounds[-1] :]:
+            assert all(torch.equal(state.model[name], end.model[name]) for name in frozen)
+        prophets = [r for r in rounds if max(played.records[r - 1]["assigned"].values()) > stage + 1]
+        for r in set(rounds[:-1]) & set(prophets):
+            before, after = played.states[r - 1].model, played.states[r].model
+            assert any(not torch.equal(before[name], after[name]) for name in later)
+        for r in set(rounds[:-1]) - set(prophets):
+            before, after = played.states[r - 1].model, played.states[r].model
+            assert all(torch.equal(before[name], after[name]) for name in later)
+
+
+def test_frozen_modules_travel_as_digests(played, stages):
+    for stage, rounds in enumerate(stages):
+        for r in rounds:
+            tasks, _ = played.of(r, "train")
+            digests = [record["fixed"]["digest"] for record in played.records[: rounds[0] - 1] if "fixed" in record]
+            assert {tuple(module.digest for module in task.frozen) for task in tasks} == {tuple(digests)}
+            first = played.session.world.modules[stage].first
+            early = set(played.session.world.chain.shared(0, first))
+            assert not any(early & set(task.parameters) for task in tasks)
+
+
+def test_modules_and_heads_are_averaged_over_those_who_trained_them(played, stages):
+    """Eq. 16 and 17: S_n trained module n, K_n trained it as their last; q_k is the size of the shard."""
+    world, population = played.session.world, played.session.population
+    for r in sorted({r for rounds in stages for r in rounds[:-1]}):
+        record, before, after = played.records[r - 1], played.states[r - 1], played.states[r]
+        _, updates = played.of(r, "train")
+        last = {update.client: record["assigned"][str(update.client)] - 1 for update in updates}
+        q = {client: population.samples(client) for client in last}
+        sent = {update.client: update.parameters for update in updates}
+
+        def mean(name, clients, q=q, sent=sent):
+            total = sum(q[k] * sent[k][name].double() for k in clients)
+            return (total / sum(q[k] for k in clients)).float()
+
+        for module in world.modules:
+            members = [k for k in last if record["module"] - 1 <= module.index <= last[k]]
+            for name in world.chain.shared(module.first, module.last):
+                expected = mean(name, members) if members else before.model[name]
+                torch.testing.assert_close(after.model[name], expected, rtol=1e-6, atol=1e-8)
+            leavers = [k for k in last if last[k] == module.index]
+            for name in (f"heads.{module.index}.weight", f"heads.{module.index}.bias"):
+                if module.index < len(world.modules) - 1:
+                    expected = mean(name, leavers) if leavers else before.heads[name]
+                    torch.testing.assert_close(after.heads[name], expected, rtol=1e-6, atol=1e-8)
+
+
+def test_assignments_fit_memory_and_time(played):
+    """Eq. 14 and 15, and that one module more would not fit."""
+    world = played.session.world
+    for record in played.records:
+        _, reports = played.of(record["round"], "report")
+        slowest = min(report.resources.performance for report in reports)
+        m = record["module"] - 1
+        first, own = world.modules[m].first, world.cost.flops(world.modules[m].first, world.modules[m].last)
+        for report in reports:
+
+            def fits(n, resources=report.resources, first=first, own=own, slowest=slowest):
+                memory, flops = world.cost.memory(first, world.modules[n].last), world.cost.flops(
+                    first, world.modules[n].last
+                )
+                return memory <= resources.memory and flops <= resources.performance / slowest * own
+
+            last = record["assigned"][str(report.client)] - 1
+            assert last >= m
+            assert last == m or fits(last)
+            assert not any(fits(n) for n in range(last + 1, len(world.modules)))
+
+
+def test_accuracies_are_those_of_the_cascade_so_far(played, stages):
+    """Weighted by shard size, over everybody, through the head of module m, attacked at the image."""
+    world, population = played.session.world, played.session.population
+    for stage, rounds in enumerate(stages):
+        for r in rounds:
+            record, (tasks, answers) = played.records[r - 1], played.of(r, "evaluate")
+            assert [task.client for task in tasks] == population.eligible.tolist()
+            head = stage if stage < len(world.modules) - 1 else None
+            assert {(task.last, task.head) for task in tasks} == {(world.modules[stage].last, head)}
+            assert {task.threat for task in tasks} == {input_threat(0.1, 0.025, 2)}
+            q = {a.client: population.samples(a.client) for a in answers if a.metrics["samples"]}
+            for name in ("clean", "adversarial"):
+                shares = [q[a.client] * a.metrics[name] / a.metrics["samples"] for a in answers if a.client in q]
+                assert record[name] == pytest.approx(sum(shares) / sum(q.values()), rel=1e-12)
+            assert record["samples"] == sum(len(population.client_data(k).validation) for k in q)
+
+
+def test_the_end_of_a_run(played):
+    method, state = played.session.method, played.states[-1]
+    assert method.finished(state)
+    assert not any(method.finished(earlier) for earlier in played.states[:-1])
+    stages = method.results(state)["stages"]
+    fixed = [record["fixed"] for record in played.records if "fixed" in record]
+    assert stages == [
+        {key: value for key, value in entry.items() if key not in ("module", "magnitude")} for entry in fixed
+    ]
+    assert [entry["module"] for entry in fixed] == [1, 2, 3]
+    assert "magnitude" not in fixed[-1]
+    assert method.evaluation_task(state, 0, None).last == len(played.session.world.chain)
+
+
+# Switches ------------------------------------------------------------------------------------------------------------
+
+
+def test_without_dma_everyone_trains_module_m_alone(tiny, play_in_memory):
+    played = play_in_memory(tiny({"assignment.enabled": False}))
+    world = played.session.world
+    for record in played.records:
+        assert set(record["assigned"].values()) == {record["module"]}
+        tasks, _ = played.of(record["round"], "train")
+        module = world.modules[record["module"] - 1]
+        assert {(task.first, task.last) for task in tasks} == {(module.first, module.last)}
+        later = world.chain.shared(module.last)
+        before, after = played.states[record["round"] - 1].model, played.states[record["round"]].model
+        assert all(torch.equal(before[name], after[name]) for name in later)
+
+
+def test_without_apa_alpha_stays(tiny, play_in_memory):
+    played = play_in_memory(tiny({"perturbation.enabled": False, "perturbation.start": 0.4}))
+    assert [record["alpha"] for record in played.records] == [None if r["module"] == 1 else 0.4 for r in played.records]
+
+
+def test_alpha_is_adjusted_every_so_many_rounds_whatever_the_evaluations(tiny, play_in_memory):
+    """With an evaluation every second round, a cadence of four rounds is one of two evaluations."""
+    settings = {"rounds": 9, "convergence.patience": 9, "evaluate.every": 2, "perturbation.every": 4}
+    settings |= {"train.warmup": 0, "memory.budget": "60%", "perturbation.threshold": 0.0, "seed": 1}
+    played = play_in_memory(tiny(settings))
+    alphas = [record["alpha"] for record in played.records if record["module"] == 2]
+    changes = [number for number in range(1, 9) if alphas[number] != alphas[number - 1]]
+    assert 4 in changes
+    assert set(changes) <= {4, 8}
+
+
+def test_evaluations_are_as_rare_as_set_but_the_last_round_of_a_stage_has_one(tiny, play_in_memory):
+    played = play_in_memory(tiny({"rounds": 5, "evaluate.every": 3, "convergence.patience": 5}))
+    for record in played.records:
+        assert ("clean" in record) == (record["stage_round"] in (3, 5))
+
+
+# Equalities ----------------------------------------------------------------------------------------------------------
+
+
+def test_with_one_module_it_is_jfat(tiny, play_in_memory, same_tensors):
+    settings = {"memory.budget": "100%", "rounds": 4, "convergence.patience": 4}
+    cascade = play_in_memory(tiny(settings))
+    joint = play_in_memory(tiny({**settings, "method": "jfat"}))
+    assert len(cascade.session.world.modules) == 1
+    assert len(cascade.records) == len(joint.records) == 4
+    for name in ("loss", "clean", "adversarial", "samples", "epsilon", "adversarial_training", "dropped"):
+        assert [r[name] for r in cascade.records] == [r[name] for r in joint.records]
+    for r in (1, 2, 3):
+        assert same_tensors(cascade.states[r].model, joint.states[r].model)
+        for client, own in cascade.layers[r - 1].items():
+            assert same_tensors(own, joint.layers[r - 1][client])
+    # The last round goes back to the best one, which each method names by a rule of its own: compare what was averaged.
+    (_, ours), (_, theirs) = cascade.of(4, "train"), joint.of(4, "train")
+    assert all(same_tensors(a.parameters, b.parameters) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_does_not(tiny, play_in_memory, same_tensors):
+    one, two, other = (play_in_memory(tiny({"seed": seed}), rounds=2) for seed in (5, 5, 6))
+    assert one.records == two.records
+    assert same_tensors(one.states[-1].model, two.states[-1].model)
+    assert not same_tensors(one.states[-1].model, other.states[-1].model)
+
+
+def test_the_order_in_which_an_engine_works_does_not_matter(tiny, play_in_memory, shuffled, same_tensors):
+    config = tiny({"population.cohort": 4})
+    straight, mixed = play_in_memory(config), play_in_memory(config, shuffled)
+    assert straight.records == mixed.records
+    for a, b in zip(straight.states, mixed.states, strict=True):
+        assert same_tensors(a.model, b.model)
+        assert same_tensors(a.heads, b.heads)
+        tensors = ("model", "heads", "best_model", "best_heads")
+        assert replace(a, **dict.fromkeys(tensors, {})) == replace(b, **dict.fromkeys(tensors, {}))
+    for a, b in zip(straight.layers, mixed.layers, strict=True):
+        assert all(same_tensors(a[client], b[client]) for client in a)
+
+
+def test_what_a_client_trains_does_not_depend_on_who_else_does(tiny, play_in_memory, same_tensors):
+    settings = {"assignment.enabled": False, "train.warmup": 0}
+    few = play_in_memory(tiny({**settings, "population.cohort": 2}), rounds=1)
+    everybody = play_in_memory(tiny({**settings, "population.cohort": 6}), rounds=1)
+    theirs = {update.client: update.parameters for update in everybody.of(1, "train")[1]}
+    assert len(theirs) == 6
+    for update in few.of(1, "train")[1]:
+        assert same_tensors(update.parameters, theirs[update.client])
+
+
+def test_the_global_generator_is_left_alone(tiny, play_in_memory):
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    play_in_memory(tiny(), rounds=1)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+# What cannot be averaged ---------------------------------------------------------------------------------------------
+
+
+def with_nan(update):
+    name = next(iter(update.parameters))
+    broken = update.parameters[name].clone()
+    broken.view(-1)[0] = math.nan
+    return replace(update, parameters={**update.parameters, name: broken})
+
+
+def with_infinite_loss(update):
+    return replace(update, metrics={"loss": math.inf})
+
+
+@pytest.mark.parametrize(("poison", "reason"), [(with_nan, "not finite"), (with_infinite_loss, "its loss is inf")])
+@pytest.mark.parametrize("method", ["fedprophet", "jfat"])
+def test_a_poisoned_update_is_dropped_and_journalled(
+    tiny, play_in_memory, poisoned, same_tensors, method, poison, reason
+):
+    config = tiny({"method": method, "assignment.enabled": False})
+    clean = play_in_memory(config, rounds=1)
+    first, second = (update.client for update in clean.of(1, "train")[1])
+    hit = play_in_memory(config, poisoned(poison, rounds=[1], clients=[first]), rounds=1)
+    record = hit.records[0]
+    assert list(record["dropped"]) == [str(first)]
+    assert reason in record["dropped"][str(first)]
+    assert hit.states[1].failures == 0
+    survivor = next(update for update in clean.of(1, "train")[1] if update.client == second)
+    assert record["loss"] == survivor.metrics["loss"]
+    for name, value in survivor.parameters.items():
+        held = hit.states[1].heads if name.startswith("heads.") else hit.states[1].model
+        torch.testing.assert_close(held[name], value, rtol=1e-6, atol=1e-8)
+    assert not same_tensors(hit.states[1].model, clean.states[1].model)
+
+
+@pytest.mark.parametrize("method", ["fedprophet", "jfat"])
+def test_a_round_without_a_usable_update_changes_nothing_but_counts(
+    tiny, play_in_memory, poisoned, same_tensors, method
+):
+    config = tiny({"method": method, "rounds": 4, "convergence.patience": 4})
+    played = play_in_memory(config, poisoned(with_nan, rounds=[2]), rounds=3)
+    record = played.records[1]
+    assert record["round"] == 2
+    assert len(record["dropped"]) == 2
+    assert record["loss"] is None
+    assert "clean" not in record
+    assert same_tensors(played.states[1].model, played.states[2].model)
+    assert [state.failures for state in played.states] == [0, 0, 1, 0]
+    assert not same_tensors(played.states[2].model, played.states[3].model)
+
+
+def test_a_stage_that_ends_on_a_failed_round_still_has_a_best(tiny, play_in_memory, poisoned, same_tensors):
+    played = play_in_memory(tiny(), poisoned(with_nan, rounds=[2, 3]), rounds=3)
+    assert [state.failures for state in played.states] == [0, 0, 1, 2]
+    assert played.records[-1]["fixed"]["round"] == 3
+    assert same_tensors(played.states[3].model, played.states[1].model)
+
+
+def test_training_that_overflows_by_itself_is_dropped_too(tiny, play_in_memory, same_tensors):
+    played = play_in_memory(tiny({"train.learning_rate": 1e30, "train.iterations": 3}), rounds=1)
+    assert len(played.records[0]["dropped"]) == 2
+    assert same_tensors(played.states[0].model, played.states[1].model)
+    assert all(not own for own in played.layers[0].values())
