@@ -1,4 +1,4 @@
-"""Train a model and a dataset of your own robustly, on clients that can hold only a third of its training memory."""
+"""Train a model and a dataset of your own robustly, on clients with 60 % of the memory that training it takes."""
 
 import torch
 from sklearn.datasets import load_digits
@@ -12,8 +12,8 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU())
-        self.middle = nn.Conv2d(16, 32, 3, stride=2, padding=1)
+        self.stem = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        self.middle = nn.Conv2d(8, 32, 3, stride=2, padding=1)
         self.late = nn.Conv2d(32, 32, 3, padding=1)
         self.classifier = nn.Linear(32, 10)
 

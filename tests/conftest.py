@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -143,6 +143,27 @@ class Shuffled:
 @pytest.fixture(scope="session")
 def shuffled() -> Callable[[Engine], Engine]:
     return Shuffled
+
+
+class Scripted:
+    """An engine whose clients' accuracies, clean and adversarial, are those of a table of rounds."""
+
+    def __init__(self, engine: Engine, accuracies: Mapping[int, tuple[float, float]]) -> None:
+        self.engine, self.accuracies = engine, accuracies
+
+    def map(self, tasks: Iterable[ClientTask]) -> Iterator[ClientUpdate]:
+        for update in self.engine.map(tasks):
+            if update.kind == "evaluate" and update.round in self.accuracies:
+                samples, (clean, adversarial) = update.metrics["samples"], self.accuracies[update.round]
+                counts = {"samples": samples, "clean": clean * samples, "adversarial": adversarial * samples}
+                update = replace(update, metrics=counts)
+            yield update
+
+
+@pytest.fixture(scope="session")
+def scripted() -> Callable[..., Callable[[Engine], Engine]]:
+    """Return `scripted({round: (clean, adversarial)})`, to be wrapped around an engine."""
+    return lambda accuracies: lambda engine: Scripted(engine, accuracies)
 
 
 Poison = Callable[[ClientUpdate], ClientUpdate]

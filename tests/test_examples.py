@@ -1,27 +1,53 @@
-"""Every program in examples/ runs, is short, and prints something."""
+"""Every program in examples/ runs, is short, and prints what it promises."""
 
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
+EXAMPLES = {path.stem: path for path in (Path(__file__).parents[1] / "examples").glob("*.py")}
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_example_is_at_most_forty_lines(example):
-    assert len(example.read_text().splitlines()) <= 40
-
-
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_example_runs(example, tmp_path):
+def run(name: str, folder: Path) -> str:
     result = subprocess.run(
-        [sys.executable, str(example)], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, str(EXAMPLES[name])],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert result.returncode == 0, result.stderr
-    assert result.stdout.strip()
+    assert result.stderr == ""
+    return result.stdout
 
 
-def test_there_are_examples():
-    assert "partition_only" in [example.stem for example in EXAMPLES]
+def test_there_are_the_two_that_are_promised():
+    assert set(EXAMPLES) == {"own_model", "partition_only"}, "give a new example a test below"
+
+
+@pytest.mark.parametrize("name", sorted(EXAMPLES))
+def test_an_example_is_at_most_forty_lines(name):
+    assert len(EXAMPLES[name].read_text().splitlines()) <= 40
+
+
+def test_the_partitioner_alone(tmp_path):
+    out = run("partition_only", tmp_path)
+    whole = float(re.search(r"whole model: ([\d.]+) MB", out)[1])
+    modules = [float(size) for size in re.findall(r"^module \d+: ([\d.]+) MB", out, re.MULTILINE)]
+    assert len(modules) > 1
+    assert max(modules) <= whole / 3
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_and_data_of_ones_own(tmp_path):
+    out = run("own_model", tmp_path)
+    assert len(re.findall(r"^module \d+: ", out, re.MULTILINE)) > 1
+    for kind in ("personalised", "global"):
+        assert re.search(rf"^{kind} {{'clean': [\d.]+, 'pgd20': [\d.]+}}$", out, re.MULTILINE)
+    folder = re.search(r"^files: (.*)$", out, re.MULTILINE)[1]
+    assert (tmp_path / folder / "model.safetensors").is_file()

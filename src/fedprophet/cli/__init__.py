@@ -10,7 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from fedprophet.cli.config import config_app
+from fedprophet.cli.data import data_app
 from fedprophet.cli.evaluate import evaluate_command, export_command
+from fedprophet.cli.fleet import fleet_app
+from fedprophet.cli.latency import latency_command
 from fedprophet.cli.partition import partition_command
 from fedprophet.cli.train import train_command
 from fedprophet.errors import FedProphetError
@@ -30,6 +33,9 @@ app.command("train")(train_command)
 app.command("evaluate")(evaluate_command)
 app.command("export")(export_command)
 app.command("partition")(partition_command)
+app.command("latency")(latency_command)
+app.add_typer(fleet_app, name="fleet")
+app.add_typer(data_app, name="data")
 app.add_typer(config_app, name="config")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -12,7 +12,7 @@ from fedprophet.cli.progress import WORK_NAMES, accuracy_table
 from fedprophet.client.task import TaskKind
 from fedprophet.errors import ConfigError
 from fedprophet.runs.results import Watched, evaluate, parse_attacks
-from fedprophet.runs.run import reopen, write_model
+from fedprophet.runs.run import Run, reopen, write_model
 
 
 def evaluate_command(
@@ -25,7 +25,7 @@ def evaluate_command(
     Example: fedprophet evaluate runs/digits-fedprophet-1 --attack clean,pgd20,pgd50
     """
     attacks = parse_attacks(attack)
-    opened = reopen(run)
+    opened = _open(run)
     with Progress(console=Console(stderr=True), transient=True, disable=not Console(stderr=True).is_terminal) as bar:
         work = bar.add_task("evaluating")
 
@@ -36,10 +36,7 @@ def evaluate_command(
     if json_:
         typer.echo(json.dumps(results, indent=2))
         return
-    console = Console()
-    for note in _notes(opened):
-        console.print(note, highlight=False, markup=False)
-    console.print(accuracy_table(results))
+    Console().print(accuracy_table(results))
 
 
 def export_command(
@@ -52,13 +49,10 @@ def export_command(
     """
     if out.is_dir():
         raise ConfigError(f"{out} is a folder. Give the file to write, such as {out / 'model.safetensors'}")
-    opened = reopen(run)
+    opened = _open(run)
     write_model(opened, out)
-    console = Console()
-    for note in _notes(opened):
-        console.print(note, highlight=False, markup=False)
     dataset = opened.session.dataset
-    console.print(
+    Console().print(
         f"{opened.session.config.model.name} after {opened.state.round} rounds written to {out}. Its norm layers are "
         f"the mean over the clients that have trained, weighted by shard size. Feed it images in [0, 1] normalised "
         f"with mean {_numbers(dataset.mean)} and std {_numbers(dataset.std)} (both are in the file's metadata).",
@@ -68,11 +62,15 @@ def export_command(
     )
 
 
-def _notes(opened: Any) -> list[str]:
-    notes = [f"note: {note}" for note in opened.notes]
-    if not opened.session.method.finished(opened.state):
-        notes.append(f"note: this run is not finished; this is its model after round {opened.state.round}")
-    return notes
+def _open(path: Path) -> Run:
+    """Open a run and say what is not as it should be: aside, where it spoils no JSON."""
+    run = reopen(path)
+    notes = list(run.notes)
+    if not run.session.method.finished(run.state):
+        notes.append(f"this run is not finished; this is its model after round {run.state.round}")
+    for note in notes:
+        typer.echo(f"note: {note}", err=True)
+    return run
 
 
 def _numbers(values: tuple[float, ...]) -> str:

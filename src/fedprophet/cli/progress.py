@@ -81,9 +81,10 @@ def _facts(record: Record, session: Session) -> list[tuple[str, str]]:
     if record.get("alpha") is not None:
         facts.append(("alpha", f"{record['alpha']:.2f}"))
     facts.append(("loss", "–" if record["loss"] is None else f"{record['loss']:.3f}"))
-    facts += [
-        (name, percent(record[key])) for name, key in (("clean", "clean"), ("PGD", "adversarial")) if key in record
-    ]
+    if "samples" in record:
+        # Without a held-out sample there is no accuracy, not one of zero.
+        reached = (record["clean"], record["adversarial"]) if record["samples"] else (None, None)
+        facts += zip(("clean", "PGD"), map(percent, reached), strict=True)
     return facts
 
 
@@ -234,7 +235,7 @@ def closing_table(results: Mapping[str, Any], path: Path, console: Console) -> N
         table.add_column(heading)
     stages = results.get("stages", [])
     for heading in ("Memory", "of budget", "of whole model", *(("Clean", "PGD") if stages else ())):
-        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(heading, justify="right")
     for number, row in enumerate(results["modules"]):
         memory = row["memory_bytes"]
         shares = (f"{100 * memory / budget:.0f} %", f"{100 * memory / whole:.0f} %")
@@ -251,7 +252,7 @@ def _remarks(results: Mapping[str, Any]) -> list[str]:
     need = f"A client needs {format_size(largest)} to train "
     lines = [need + (f"a module; the whole model would take {format_size(whole)}." if largest < whole else "it.")]
     if "best" in results:
-        lines.append("; ".join(_reached(name, results[name]) for name in ("best", "last")))
+        lines.append(f"{_reached('Best', results['best'])}; {_reached('last', results['last'])}.")
     return [*lines, f"{results['rounds']} rounds, seed {results['seed']}."]
 
 
@@ -272,7 +273,6 @@ def accuracy_table(results: Mapping[str, Any]) -> Table:
         "global": "global: the exported model, averaged norm layers, on the test set",
     }
     for key, text in meaning.items():
-        # Without a held-out sample there is no accuracy, not one of zero.
         values = [percent(cell["accuracy"] if cell["samples"] else None) for cell in results[key].values()]
         table.add_row(text, *values, str(results[key][attacks[0]]["samples"]))
     return table

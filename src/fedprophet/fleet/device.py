@@ -43,12 +43,31 @@ class Pool:
 
 def load_pool(pool: str | Path) -> Pool:
     """Return a pool by its name, or from a TOML file by its path (a text that ends in `.toml` or has a slash)."""
+    source, where = _source(pool)
+    return _parse(_read(source, where), Path(source.name).stem, where)
+
+
+def pool_text(pool: str | Path) -> str:
+    """Return the TOML of a pool as it is written, to be copied and edited."""
+    return _read(*_source(pool))
+
+
+def _source(pool: str | Path) -> tuple[Traversable | Path, str]:
+    """Return the file of a pool, and what errors call it."""
     if isinstance(pool, Path) or pool.endswith(".toml") or "/" in pool:
-        path = Path(pool)
-        return _parse(path, path.stem, str(path))
+        return Path(pool), str(pool)
     if pool not in POOLS:
         raise ConfigError(f"{unknown('device pool', pool, POOLS)}, or the path of a .toml file")
-    return _parse(POOLS[pool], pool, f"{pool}.toml")
+    return POOLS[pool], f"{pool}.toml"
+
+
+def _read(source: Traversable | Path, where: str) -> str:
+    try:
+        return source.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read the device pool {where}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the device pool {where} is not a TOML file: {error}") from error
 
 
 def parse_performance(value: object) -> float:
@@ -97,12 +116,10 @@ _FIELDS: Mapping[str, Callable[[object], Any]] = {
 }
 
 
-def _parse(source: Traversable | Path, name: str, where: str) -> Pool:
+def _parse(text: str, name: str, where: str) -> Pool:
     try:
-        table = tomllib.loads(source.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read the device pool {where}: {error.strerror}") from error
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"the device pool {where} is not a TOML file: {error}") from error
     where = f"device pool {where}"
     _check_keys(table, ("description", "device"), where)

@@ -199,9 +199,11 @@ class FedProphet:
         ]
         answers = [answer for answer in (yield tasks) if answer.weight > 0]
         finite = [answer for answer in answers if math.isfinite(answer.metrics["magnitude"])]
-        for answer in answers:
-            if answer not in finite:
-                record["dropped"][str(answer.client)] = f"its measured perturbation is {answer.metrics['magnitude']}"
+        record["dropped"] |= {
+            str(answer.client): f"its measured perturbation is {answer.metrics['magnitude']}"
+            for answer in answers
+            if not math.isfinite(answer.metrics["magnitude"])
+        }
         if not finite:
             raise TrainingError(
                 f"module {state.stage + 1} has diverged: no client could measure how far an attack moves its features. "

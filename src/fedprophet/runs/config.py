@@ -78,9 +78,6 @@ Options = Annotated[
     AfterValidator(_check_options),
     Allowed("table", "a table of numbers, texts, true/false, lists and tables"),
 ]
-Device = Annotated[
-    str, Field(pattern=r"^(cpu|cuda(:[0-9]+)?)$"), Allowed("text", '"cpu", "cuda", or "cuda:N" for the N-th one')
-]
 Clients = Literal["all"] | Annotated[int, Field(ge=1)]
 
 
@@ -95,13 +92,28 @@ class ModelSection(Section):
 
     name: str = Field(default="vgg-small", description="The model's name in the registry.")
     options: Options = Field(default_factory=dict, description="Passed on to the model's builder as they are.")
+    weights: str = Field(
+        default="",
+        description='Starting weights: a safetensors file with torchvision\'s names, or "imagenet"; "": drawn anew.',
+    )
 
 
 class DataSection(Section):
     """The dataset, and what each client holds out of its shard."""
 
     name: str = Field(default="digits", description="The dataset's name.")
-    root: str = Field(default="", description='Folder of the dataset\'s files; "" where the dataset needs none.')
+    root: str = Field(
+        default="", description='Folder of the dataset\'s files; "": the folder "data" here, where files are needed.'
+    )
+    size: int = Field(default=0, ge=0, description="Image folders: side of the images in pixels; 0: 224.")
+    test_per_class: int = Field(
+        default=0,
+        ge=0,
+        description="Image folders: test images of each class; 0: 25 for caltech256, a fifth otherwise.",
+    )
+    cache: str = Field(
+        default="", description='Image folders: where decoded images are kept; "": ROOT/.fedprophet-cache.'
+    )
     validation: float = Field(
         default=0.2, gt=0, lt=1, description="Share of each client's shard that it keeps for validation."
     )
@@ -150,7 +162,7 @@ class FleetSection(Section):
     performance_floor: float = Field(default=0.05, gt=0, le=1, description='"uniform": the lowest share that is drawn.')
     memory_share: float = Field(
         default=0.2,
-        ge=0,
+        gt=0,
         le=1,
         description="A device can spare U[0, memory_share] of its peak memory, but never less than the budget.",
     )
@@ -277,7 +289,6 @@ class Config(Section):
     threads: int = Field(
         default=0, ge=0, le=1024, description="CPU threads; 0 takes torch's own number, which the run then records."
     )
-    device: Device = Field(default="cpu", description="Where tensors live.")
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
     shards: ShardsSection = ShardsSection()

@@ -21,10 +21,10 @@ _PGD = re.compile(r"pgd([1-9][0-9]*)")
 def parse_attacks(text: str) -> tuple[str, ...]:
     """Return the names of attacks in `clean,pgd20`, checked."""
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-    wrong = [name for name in names if name != "clean" and not _PGD.fullmatch(name)]
+    wrong = ", ".join(repr(name) for name in names if name != "clean" and not _PGD.fullmatch(name))
     if wrong or not names:
-        given = ", ".join(map(repr, wrong)) or "nothing"
-        raise ConfigError(f"unknown attack {given}. Allowed: clean, pgdN with N steps (pgd20), separated by commas")
+        what = f"unknown attack {wrong}" if wrong else "no attack is given"
+        raise ConfigError(f"{what}. Allowed: clean, or pgdN with N steps (as in pgd20); several separated by commas")
     return names
 
 
@@ -64,9 +64,10 @@ def _by_attack(session: Session, attacks: Sequence[str], measure: Any) -> dict[s
 def average_local(session: Session, state: Any, engine: Engine) -> Mapping[str, Tensor]:
     """Return one set of norm layers: the mean, weighted by shard size, over the clients that have trained them."""
     timeline = session.method.timeline(state)
+    cohorts = map(session.world.cohort, range(1, state.round + 1))
     tasks = [
         ClientTask("report", state.round, client, session.config.seed, timeline=timeline, wants_local=True)
-        for client in session.population.eligible.tolist()
+        for client in sorted({client for cohort in cohorts for client in cohort})
     ]
     answers = in_order(tasks, engine)
     return partial_average(session.initial_local, ((answer.weight, answer.local) for answer in answers))

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from fedprophet.cascade.atoms import Chain
+from fedprophet.client.modules import digest
 from fedprophet.client.task import TaskKind
 from fedprophet.data.dataset import Dataset
 from fedprophet.errors import CheckpointError, ConfigError, TrainingError
@@ -81,6 +82,11 @@ class RunFiles:
         return self.path / "config.toml"
 
     @property
+    def inputs(self) -> Path:
+        """Fingerprints of the data and the model that the run was started with."""
+        return self.path / "inputs.json"
+
+    @property
     def journal(self) -> Path:
         """One JSON line for each round; the same seed gives the same bytes."""
         return self.path / "journal.jsonl"
@@ -137,12 +143,15 @@ def start(
     files = RunFiles(path)
     if files.config.exists():
         raise ConfigError(f"{path} already holds a run. {_resume(path)}, or give another folder with --out")
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"{path} is a file. Give a folder with --out")
+    # What a kill at the very start leaves is nothing to lose.
+    if path.exists() and any(file.name != ".config.toml.tmp" for file in path.iterdir()):
         raise ConfigError(f"{path} is not empty. Give another folder with --out")
     # Everything the user may have got wrong is found before anything is written.
     session = assemble(config, files.clients, model, dataset)
     write_atomic(files.config, to_toml(config).encode())
-    return Run(files, session, session.method.initial())
+    return Run(files, session, session.method.initial(), session.notes)
 
 
 def reopen(path: Path, model: nn.Module | Chain | None = None, dataset: Dataset | None = None) -> Run:
@@ -154,15 +163,16 @@ def reopen(path: Path, model: nn.Module | Chain | None = None, dataset: Dataset 
     session = assemble(config, files.clients, model, dataset)
     checkpoints = _checkpoints(files, session)
     if not checkpoints.present():
-        return Run(files, session, session.method.initial())
+        return Run(files, session, session.method.initial(), session.notes)
     state, _, notes = checkpoints.load(session.method.state)
-    return Run(files, session, state, tuple(notes))
+    return Run(files, session, state, (*session.notes, *notes))
 
 
 def play(run: Run, observer: Observer | None = None) -> Mapping[str, Any]:
     """Play rounds until the run is finished; return the closing summary."""
     observer = observer or Silent()
     with _alone(run.files.path):
+        _check_inputs(run)
         observer.started(run.session, run.files.path, run.state.round)
         for note in run.notes:
             observer.note(note)
@@ -174,6 +184,27 @@ def play(run: Run, observer: Observer | None = None) -> Mapping[str, Any]:
         finally:
             run.session.features.clear()
     return read_results(run.files.path)
+
+
+def _check_inputs(run: Run) -> None:
+    """Refuse to go on with other data or another model to start from; who plays first writes their fingerprints down.
+
+    The configuration knows no more than a name of what was handed over.
+    """
+    file, session = run.files.inputs, run.session
+    ours = {
+        "dataset": session.dataset.digest(),
+        "model": digest({**session.world.initial_model(), **session.initial_local}),
+    }
+    if not file.exists():
+        write_atomic(file, (json.dumps(ours, indent=2) + "\n").encode())
+    theirs = _read_json(file)
+    different = [name for name in ours if ours[name] != theirs.get(name)]
+    if different:
+        raise CheckpointError(
+            f"{run.files.path} was started with another {' and another '.join(different)}: "
+            "hand over the same again, or start a new run"
+        )
 
 
 @contextmanager
@@ -309,12 +340,15 @@ def write_model(run: Run, path: Path) -> None:
 
 def read_results(path: Path) -> Mapping[str, Any]:
     """Return the closing summary of a finished run."""
-    file = RunFiles(path).results
+    return _read_json(RunFiles(path).results)
+
+
+def _read_json(file: Path) -> Mapping[str, Any]:
     try:
-        results: Mapping[str, Any] = json.loads(file.read_bytes())
+        table: Mapping[str, Any] = json.loads(file.read_bytes())
     except ValueError:
-        raise CheckpointError(f"{file} is damaged. Delete it, then make it again. {_resume(path)}") from None
-    return results
+        raise CheckpointError(f"{file} is damaged. Delete it: it is made again. {_resume(file.parent)}") from None
+    return table
 
 
 def _checkpoints(files: RunFiles, session: Session) -> Checkpoints:

@@ -12,20 +12,21 @@ from torch import Tensor, nn
 from fedprophet import data, models
 from fedprophet.cascade.atoms import Chain, chain_of
 from fedprophet.cascade.cost import ChainCost, cost_of
-from fedprophet.cascade.partition import partition
+from fedprophet.cascade.partition import Module, partition
 from fedprophet.client.features import FeatureCache
 from fedprophet.client.modules import ModuleStore
 from fedprophet.client.run import Workspace
 from fedprophet.data.dataset import Dataset
 from fedprophet.data.shards import ShardSettings
 from fedprophet.engines.embedded import EmbeddedEngine
-from fedprophet.errors import ConfigError
+from fedprophet.errors import BudgetError, ConfigError
 from fedprophet.fleet.availability import Availability
 from fedprophet.fleet.device import load_pool
 from fedprophet.fleet.population import Population
 from fedprophet.methods import find_method
 from fedprophet.methods.base import Method, World
 from fedprophet.models.normalize import Normalize
+from fedprophet.models.weights import load_weights
 from fedprophet.randomness import global_rng
 from fedprophet.runs.client_store import ClientStore
 from fedprophet.runs.config import Config
@@ -53,22 +54,22 @@ class Session:
     features: FeatureCache
     initial_local: Mapping[str, Tensor]
     budget: int
+    notes: tuple[str, ...]
+    """What the user should know before training begins, such as which starting weights were loaded."""
 
 
 def assemble(
     config: Config, clients: Path | None = None, model: nn.Module | Chain | None = None, dataset: Dataset | None = None
 ) -> Session:
     """Build a session; `clients` is the folder where the clients' own layers are kept (None: in memory)."""
-    if config.device != "cpu":
-        raise ConfigError(f'device = "{config.device}" is not available: this version trains on the "cpu" alone')
     method = find_method(config.method)
     torch.set_num_threads(config.threads or torch.get_num_threads())
     dataset = _dataset(config, dataset)
     population = _population(config, dataset)
-    chain = _chain(config, dataset, model)
+    chain, notes = _chain(config, dataset, model)
     cost = _cost(config, chain, dataset)
     budget = parse_budget(config.memory.budget, cost.total_memory)
-    modules = partition(cost, budget if method.cascade else cost.total_memory)
+    modules = _modules(config, cost, budget if method.cascade else cost.total_memory)
     layers = ClientStore(clients, LAYERS_MEMORY)
     features = FeatureCache(CACHE_MEMORY, CACHE_DISK)
     frozen = ModuleStore()
@@ -76,7 +77,17 @@ def assemble(
     workspace = Workspace(chain, dataset.classes, frozen, layers, features)
     engine = EmbeddedEngine(population, workspace, budget)
     return Session(
-        config, dataset, population, world, method.method(world), engine, layers, features, workspace.initial, budget
+        config=config,
+        dataset=dataset,
+        population=population,
+        world=world,
+        method=method.method(world),
+        engine=engine,
+        layers=layers,
+        features=features,
+        initial_local=workspace.initial,
+        budget=budget,
+        notes=notes,
     )
 
 
@@ -84,10 +95,15 @@ def _dataset(config: Config, given: Dataset | None) -> Dataset:
     if given is not None:
         return given
     if config.data.name == CUSTOM:
-        raise ConfigError(
-            "this run brought its own data: go on in Python, with fedprophet.resume(RUN, data=…, model=…)"
-        )
-    return data.load(config.data.name, config.data.root or None)
+        raise ConfigError(_handed_over("data"))
+    settings = config.data
+    return data.load(
+        settings.name,
+        settings.root or None,
+        size=settings.size or None,
+        test_per_class=settings.test_per_class or None,
+        cache=settings.cache or None,
+    )
 
 
 def _population(config: Config, dataset: Dataset) -> Population:
@@ -104,22 +120,41 @@ def _population(config: Config, dataset: Dataset) -> Population:
     )
 
 
-def _chain(config: Config, dataset: Dataset, given: nn.Module | Chain | None) -> Chain:
+def _chain(config: Config, dataset: Dataset, given: nn.Module | Chain | None) -> tuple[Chain, tuple[str, ...]]:
+    """Return the model as a chain, and what there is to say about its starting weights."""
     # Clients' parameters are loaded into the chain, so a model of the user's is copied: theirs stays as it is.
     if isinstance(given, Chain):
-        return deepcopy(given)
+        return deepcopy(given), ()
     normalize = Normalize(dataset.mean, dataset.std)
     if given is not None:
-        return chain_of(deepcopy(given), normalize)
+        return chain_of(deepcopy(given), normalize), ()
     if config.model.name == CUSTOM:
-        raise ConfigError("this run brought its own model: go on in Python, with fedprophet.resume(RUN, model=…)")
-    return chain_of(bare_model(config, dataset.shape, dataset.classes), normalize)
+        raise ConfigError(_handed_over("model"))
+    model = bare_model(config, dataset.shape, dataset.classes)
+    notes: tuple[str, ...] = ()
+    if config.model.weights:
+        notes = (load_weights(model, config.model.weights, config.model.name).summary(),)
+    return chain_of(model, normalize), notes
+
+
+def _handed_over(what: str) -> str:
+    return (
+        f'{what}.name = "{CUSTOM}" stands for what was handed over in Python: use fedprophet.train({what}=…), '
+        f"or go on with fedprophet.resume(RUN, {what}=…)"
+    )
 
 
 def bare_model(config: Config, shape: tuple[int, ...], classes: int) -> nn.Module:
     """Return the configured architecture with the initial weights of the run's seed."""
     with global_rng(config.seed, "model"):
         return models.build(config.model.name, shape, classes, **config.model.options)
+
+
+def _modules(config: Config, cost: ChainCost, budget: int) -> tuple[Module, ...]:
+    try:
+        return partition(cost, budget)
+    except BudgetError as error:
+        raise BudgetError(f"memory.budget = {config.memory.budget}: {error}") from None
 
 
 def _cost(config: Config, chain: Chain, dataset: Dataset) -> ChainCost:

@@ -1,0 +1,472 @@
+"""Which channels of a model belong together, and which of them a narrow sub-network keeps.
+
+Channels are followed through the model's operations (torch.fx). A convolution or linear layer makes a new group for its
+outputs; norm layers, activations, pools and dropout keep it; the partners of a sum (or any other operation that works
+element by element) share one group, so that a residual block and its shortcut keep the same channels. A flattened C×h×w
+map has C·h·w inputs for the next linear layer: each channel is h·w neighbours in a row. The model's input channels and
+its outputs, the classes, are never cut, nor is a group that is added to them.
+
+A model with anything else between its channels (attention, grouped convolutions, concatenation) raises ModelError.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch.func import functional_call
+from torch.fx import Node
+
+from fedprophet.cascade import operations
+from fedprophet.cascade.cut import has_matrix
+from fedprophet.cascade.trace import Traced, public_name, trace
+from fedprophet.errors import ConfigError, ModelError
+
+REMEDY = (
+    "Methods that train narrow sub-networks need plain convolutions, linear layers, batch norms, activations, pools "
+    "and sums: change that place, or use a method that does not cut channels"
+)
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
+Kept = Mapping[str, Tensor]
+"""For each group the channels that a sub-network keeps: sorted indices into the full ones."""
+Rule = Callable[[int, int], Tensor]
+"""Chooses `count` of `width` channels."""
+
+
+class ChannelAxis(NamedTuple):
+    """An axis of a tensor that holds a group's channels, each as `repeat` neighbours in a row."""
+
+    axis: int
+    group: str
+    repeat: int
+
+
+@dataclass(frozen=True)
+class Channels:
+    """The channels of a model that can be cut.
+
+    `groups` has the number of channels of each group, which is named after the first layer that makes it. `axes` says
+    where they lie in the tensors of the model, by state-dict name; a tensor that is not there is never cut.
+    """
+
+    groups: Mapping[str, int]
+    axes: Mapping[str, tuple[ChannelAxis, ...]]
+
+
+def first_channels(width: int, count: int) -> Tensor:
+    """Return the first channels (HeteroFL)."""
+    return torch.arange(width)[:count]
+
+
+def random_channels(width: int, count: int, generator: torch.Generator) -> Tensor:
+    """Return a random set of channels (FedDrop)."""
+    return torch.randperm(width, generator=generator)[:count].sort().values
+
+
+def rolling_channels(width: int, count: int, start: int) -> Tensor:
+    """Return a window that starts at `start` mod `width` and wraps around (FedRolex, where the round is the start).
+
+    The indices are sorted: the order of a group's channels changes nothing, as long as all its tensors share it.
+    """
+    return ((start + torch.arange(width)[:count]) % width).sort().values
+
+
+def kept_count(r: float, width: int) -> int:
+    """Return how many of `width` channels a sub-network of width fraction `r` keeps: ⌊r · width⌋, at least one."""
+    if not 0 < r <= 1:
+        raise ConfigError(f"a width fraction must be above 0 and at most 1, not {r}")
+    return max(1, math.floor(r * width))
+
+
+def kept_channels(channels: Channels, r: float, rule: Rule) -> dict[str, Tensor]:
+    """Choose the channels of a sub-network of width fraction `r`; `rule` is asked group by group, in the model's order.
+
+    A rule with a setting is bound first: `partial(rolling_channels, start=round)`.
+    """
+    return {group: rule(width, kept_count(r, width)) for group, width in channels.groups.items()}
+
+
+def channels_of(model: nn.Module, input_shape: tuple[int, ...]) -> Channels:
+    """Find the channels of a model that takes inputs of `input_shape` (without the batch); it stays as it is."""
+    train, evaluate = (_follow(model, input_shape, training) for training in (True, False))
+    if train != evaluate:
+        raise ModelError(
+            f"{type(model).__name__} cannot be narrowed: its layers are connected differently in training and in "
+            f"evaluation. {REMEDY}"
+        )
+    if not train.groups:
+        raise ModelError(f"{type(model).__name__} cannot be narrowed: no layer is left to cut but the last. {REMEDY}")
+    return train
+
+
+class _Flow(NamedTuple):
+    """Where the channels of a value lie. A value without a flow holds nothing that is cut."""
+
+    axis: int
+    group: str
+    repeat: int = 1
+
+
+class _Groups:
+    """Groups of channels, some of which turn out to be one (union-find), and those that are never cut."""
+
+    def __init__(self) -> None:
+        self._parents: dict[str, str] = {}
+        self._widths: dict[str, int] = {}
+        self._fixed: set[str] = set()
+
+    def add(self, name: str, width: int) -> None:
+        """Make a group; a layer that is called again has it already."""
+        self._parents.setdefault(name, name)
+        self._widths[name] = width
+
+    def root(self, name: str) -> str:
+        while self._parents[name] != name:
+            name = self._parents[name]
+        return name
+
+    def join(self, one: str, other: str) -> None:
+        """Make two groups one, under the name of the first of them to be made."""
+        order = list(self._parents)
+        first, second = sorted((self.root(one), self.root(other)), key=order.index)
+        self._parents[second] = first
+        if second in self._fixed:
+            self._fixed.add(first)
+
+    def fix(self, name: str) -> None:
+        self._fixed.add(self.root(name))
+
+    def is_fixed(self, name: str) -> bool:
+        return self.root(name) in self._fixed
+
+    def cut(self) -> dict[str, int]:
+        """Return the groups that can be cut, in the order they were made."""
+        return {
+            name: self._widths[name] for name in self._parents if self.root(name) == name and name not in self._fixed
+        }
+
+
+class _Follower:
+    """Follows channels from operation to operation. `shapes` has no entry for a value that is not one tensor."""
+
+    def __init__(self, model: nn.Module, traced: Traced, shapes: Mapping[Node, tuple[int, ...]]) -> None:
+        self.model = model
+        self.traced = traced
+        self.shapes = shapes
+        self.groups = _Groups()
+        self.flows: dict[Node, _Flow] = {}
+        self.constants: dict[Node, bool] = {}
+        """The values that do not depend on the input, and whether a parameter is among what they are made of."""
+        self.axes: dict[int, dict[int, _Flow]] = {}
+        """By the identity of a tensor of the model, so that tied ones are cut alike, and its axis."""
+        self.whole: list[tuple[str, Node, str]] = []
+        """Groups that may not be cut, where, and why: that they are not is known only at the end."""
+
+    def follow(self) -> Channels:
+        for node in self.traced.graph.nodes:
+            if node.op.startswith("call_") and (flow := self._step(node)) is not None:
+                self.flows[node] = flow
+            self._note_constant(node)
+        if (outputs := self.flows.get(self.traced.output)) is not None:
+            self.groups.fix(outputs.group)
+        for group, node, reason in self.whole:
+            if not self.groups.is_fixed(group):
+                raise self.error(node, reason)
+        cut = self.groups.cut()
+        axes = {}
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            found = [(axis, self.groups.root(flow.group), flow.repeat) for axis, flow in self._axes_of(tensor)]
+            if kept := tuple(ChannelAxis(*entry) for entry in found if entry[1] in cut):
+                axes[name] = kept
+        return Channels(cut, axes)
+
+    def operation(self, node: Node) -> str:
+        return operations.operation(node, self.traced.module_of)
+
+    def option(self, node: Node, position: int, name: str, default: object) -> object:
+        return operations.option(node, self.traced.module_of, position, name, default)
+
+    def source(self, node: Node) -> tuple[_Flow, tuple[int, ...]]:
+        """Return flow and shape of the first value with channels that a node reads."""
+        arg = next(arg for arg in node.all_input_nodes if arg in self.flows)
+        return self.flows[arg], self.shapes[arg]
+
+    def use(self, node: Node, tensor: Tensor, axis: int, flow: _Flow) -> None:
+        """Note that an axis of a tensor of the model holds these channels."""
+        before = self.axes.setdefault(id(tensor), {}).setdefault(axis, flow)
+        if before.repeat != flow.repeat:
+            raise self.error(node, "a tensor that is used twice has its channels laid out in two ways")
+        self.groups.join(before.group, flow.group)
+
+    def uncut(self, node: Node, axis: int, width: int) -> _Flow:
+        """Return a layer's inputs as channels that are never cut: another call of the layer may not cut them either."""
+        name = f"inputs of {public_name(str(node.target))}"
+        self.groups.add(name, width)
+        self.groups.fix(name)
+        return _Flow(axis, name)
+
+    def error(self, node: Node, reason: str) -> ModelError:
+        model = type(self.model).__name__
+        if node.op == "call_module":
+            layer = type(self.traced.module_of(node)).__name__
+            return ModelError(
+                f"{model} cannot be narrowed at {public_name(str(node.target))!r} ({layer}): {reason}. {REMEDY}"
+            )
+        owners = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
+        owner = public_name(owners[-1]) if owners else ""
+        where = f"submodule {owner!r}" if owner else "the model itself"
+        name = self.operation(node) or str(getattr(node.target, "__name__", node.target))
+        return ModelError(f"{model} cannot be narrowed at operation {name!r} in {where}: {reason}. {REMEDY}")
+
+    def _axes_of(self, tensor: Any) -> list[tuple[int, _Flow]]:
+        return sorted(self.axes.get(id(tensor), {}).items())
+
+    def _step(self, node: Node) -> _Flow | None:
+        """Return where the channels of a node's result lie."""
+        if node.op == "call_module":
+            layer = self.traced.module_of(node)
+            for kinds, layer_rule in LAYER_RULES:
+                if isinstance(layer, kinds):
+                    return layer_rule(self, node, layer)
+            if has_matrix(layer):
+                raise self.error(node, "layers of this kind are never cut")
+        name = self.operation(node)
+        rule = RULES.get(name) or (_pool if operations.is_pool(name) else None)
+        rule = rule or (_elementwise if operations.is_dropout(name) else None)
+        trained = [arg for arg in node.all_input_nodes if self.constants.get(arg)]
+        if trained and rule is not _elementwise and not self.constants.keys() >= set(node.all_input_nodes):
+            raise self.error(node, f"it uses parameter {_named(trained[0])!r} outside a layer")
+        if self.flows.keys().isdisjoint(node.all_input_nodes) or name in operations.NO_TENSORS:
+            return None
+        if rule is None or node not in self.shapes:
+            raise self.error(node, "what it does to channels is not known")
+        return rule(self, node)
+
+    def _note_constant(self, node: Node) -> None:
+        if node.op == "placeholder" or not self.constants.keys() >= set(node.all_input_nodes):
+            return
+        own = any(isinstance(tensor, nn.Parameter) for tensor in self.traced.tensors_of(node))
+        self.constants[node] = own or any(self.constants[arg] for arg in node.all_input_nodes)
+
+
+def _weighted(follower: _Follower, node: Node, layer: Any, axis: int) -> _Flow:
+    """Make a new group for the outputs of a layer; `axis` is where channels lie in its input and its output."""
+    if {name for name, _ in layer.named_parameters()} - {"weight", "bias"}:
+        raise follower.error(node, "its weight is computed from other parameters")
+    name = public_name(str(node.target))
+    follower.groups.add(name, layer.weight.shape[0])
+    made = _Flow(axis, name)
+    follower.use(node, layer.weight, 0, made)
+    if layer.bias is not None:
+        follower.use(node, layer.bias, 0, made)
+    given = follower.flows.get(node.all_input_nodes[0]) or follower.uncut(node, axis, layer.weight.shape[1])
+    _check_axis(follower, node, given, axis)
+    follower.use(node, layer.weight, 1, given)
+    return made
+
+
+def _convolution(follower: _Follower, node: Node, layer: Any) -> _Flow:
+    if layer.groups != 1:
+        raise follower.error(node, f"a convolution with {layer.groups} groups ties single channels to each other")
+    return _weighted(follower, node, layer, axis=1)
+
+
+def _linear(follower: _Follower, node: Node, layer: Any) -> _Flow:
+    return _weighted(follower, node, layer, axis=len(follower.shapes[node]) - 1)
+
+
+def _by_channel(follower: _Follower, node: Node, layer: Any) -> _Flow | None:
+    """Keep the channels of a layer that has one number for each of them: a batch norm, a PReLU."""
+    given = follower.flows.get(node.all_input_nodes[0])
+    tensors = [getattr(layer, name, None) for name in ("weight", "bias", "running_mean", "running_var")]
+    for tensor in tensors:
+        if tensor is not None and tensor.numel() > 1:
+            flow = given or follower.uncut(node, 1, tensor.numel())
+            _check_axis(follower, node, flow, axis=1)
+            follower.use(node, tensor, 0, flow)
+    return given
+
+
+def _check_axis(follower: _Follower, node: Node, flow: _Flow, axis: int) -> None:
+    if flow.axis != axis:
+        raise follower.error(node, f"it expects channels in dimension {axis}, and they lie in dimension {flow.axis}")
+
+
+def _pool(follower: _Follower, node: Node) -> _Flow:
+    flow, shape = follower.source(node)
+    positions = int(follower.operation(node)[-2])  # maxpool2d has two dimensions of positions, the last ones
+    if flow.axis >= len(shape) - positions:
+        raise follower.error(node, f"it pools over dimension {flow.axis}, where the channels lie")
+    return flow
+
+
+def _elementwise(follower: _Follower, node: Node) -> _Flow | None:
+    """Join the groups of all partners; what meets a value that is never cut is never cut either."""
+    result = follower.shapes[node]
+    tensors = [arg for arg in node.all_input_nodes if arg in follower.shapes]
+    if len(tensors) > 1 and follower.operation(node) not in PARTNERS:
+        raise follower.error(node, "what it does with several tensors is not known")
+    found: _Flow | None = None
+    for arg in tensors:
+        flow, shape = follower.flows.get(arg), follower.shapes[arg]
+        if flow is None or shape[flow.axis] < result[flow.axis + len(result) - len(shape)]:
+            continue  # A single channel that is spread over its partner's can never be cut.
+        flow = flow._replace(axis=flow.axis + len(result) - len(shape))
+        if found is not None and (found.axis, found.repeat) != (flow.axis, flow.repeat):
+            raise follower.error(node, "its partners have their channels in different places")
+        follower.groups.join((found or flow).group, flow.group)
+        found = found or flow
+    for arg in tensors if found is not None else ():
+        _meet(follower, node, found, arg)
+    return found
+
+
+def _meet(follower: _Follower, node: Node, flow: _Flow | None, partner: Node) -> None:
+    """Leave channels whole that are combined with a value of as many numbers that is not cut."""
+    shape, rank = follower.shapes[partner], len(follower.shapes[node])
+    if flow is None or partner in follower.flows or rank - flow.axis > len(shape) or shape[flow.axis - rank] == 1:
+        return
+    if partner in follower.constants:
+        reason = f"it combines channels with {_named(partner)!r}, which belongs to no layer"
+        follower.whole.append((flow.group, node, reason))
+    else:
+        follower.groups.fix(flow.group)
+
+
+def _softmax(follower: _Follower, node: Node) -> _Flow:
+    """Keep the classes; a softmax over channels inside the model would change with their number."""
+    flow, shape = follower.source(node)
+    dim = follower.option(node, 1, "dim", None)
+    if not isinstance(dim, int) or dim % len(shape) == flow.axis:
+        follower.whole.append((flow.group, node, "it compares the channels with each other"))
+    return flow
+
+
+def _reduced(follower: _Follower, node: Node) -> _Flow:
+    """Follow a mean, sum or maximum over positions."""
+    flow, shape = follower.source(node)
+    dims = follower.option(node, 1, "dim", None)
+    axes = {dim % len(shape) for dim in (dims if isinstance(dims, tuple | list) else [dims]) if isinstance(dim, int)}
+    if not axes or flow.axis in axes:
+        raise follower.error(node, "it is taken over the channels")
+    before = 0 if follower.option(node, 2, "keepdim", False) else sum(axis < flow.axis for axis in axes)
+    return flow._replace(axis=flow.axis - before)
+
+
+def _squeezed(follower: _Follower, node: Node) -> _Flow:
+    flow, shape = follower.source(node)
+    dim = follower.option(node, 1, "dim", None)
+    if not isinstance(dim, int) or dim % len(shape) == flow.axis:
+        follower.whole.append((flow.group, node, "it would drop a single channel: name another dimension"))
+    return _reshaped(follower, node)
+
+
+def _viewed(follower: _Follower, node: Node) -> _Flow:
+    flow = _reshaped(follower, node)
+    sizes: Any = node.args[1:] or (node.kwargs.get("shape"),)
+    sizes = sizes[0] if len(sizes) == 1 else sizes
+    size = sizes[flow.axis] if isinstance(sizes, tuple | list) else None
+    if size != -1 and not _is_size_of(follower, size, flow):
+        follower.whole.append((flow.group, node, "it does not leave the number of channels open: use flatten(1)"))
+    return flow
+
+
+def _is_size_of(follower: _Follower, size: object, flow: _Flow) -> bool:
+    """Whether a size is read from a tensor with the same channels: `x.shape[1]`, `x.size(1)`. Then it follows them."""
+    if not isinstance(size, Node) or follower.operation(size) not in ("getitem", "size") or len(size.args) != 2:
+        return False
+    source: Any = size.all_input_nodes[0]
+    if follower.operation(size) == "getitem":
+        source = source.args[0]
+    given = follower.flows.get(source)
+    if given is None or size.args[1] not in (given.axis, given.axis - len(follower.shapes[source])):
+        return False
+    return follower.groups.root(given.group) == follower.groups.root(flow.group)
+
+
+def _reshaped(follower: _Follower, node: Node) -> _Flow:
+    """Find the channels in a new shape: kept as a dimension, or merged with the dimensions behind them."""
+    flow, old = follower.source(node)
+    new = follower.shapes[node]
+    before = math.prod(old[: flow.axis])
+    merged = [math.prod(old[flow.axis : end]) for end in range(flow.axis + 1, len(old) + 1)]
+    for axis, size in enumerate(new):
+        if math.prod(new[:axis]) == before and size in merged and size >= old[flow.axis]:
+            return _Flow(axis, flow.group, flow.repeat * (size // old[flow.axis]))
+    raise follower.error(
+        node, f"shape {_shown(old)} becomes {_shown(new)}, where no dimension holds whole channels in a row"
+    )
+
+
+LayerRule = Callable[[_Follower, Node, Any], _Flow | None]
+LAYER_RULES: tuple[tuple[tuple[type[nn.Module], ...], LayerRule], ...] = (
+    (CONVOLUTIONS, _convolution),
+    ((nn.Linear,), _linear),
+    ((*BATCH_NORMS, nn.PReLU), _by_channel),
+)
+PARTNERS = frozenset({"add", "sub", "mul", "truediv", "div", "pow", "maximum", "minimum"})
+"""Operations that combine two tensors element by element."""
+COPIES = frozenset({"identity", "contiguous", "clone", "detach", "to", "float", "half", "double"})
+RULES: Mapping[str, Callable[[_Follower, Node], _Flow | None]] = {
+    **dict.fromkeys(operations.ELEMENTWISE | PARTNERS | COPIES, _elementwise),
+    **dict.fromkeys(("softmax", "logsoftmax"), _softmax),
+    **dict.fromkeys(("mean", "sum", "amax", "amin"), _reduced),
+    **dict.fromkeys(("flatten", "unsqueeze"), _reshaped),
+    **dict.fromkeys(("view", "reshape"), _viewed),
+    "squeeze": _squeezed,
+}
+"""What operations without tensors of their own do to channels, by `operations.operation`'s names."""
+
+
+class _Shapes(fx.Interpreter):
+    """Runs a trace on tensors without data, and notes the shape of every value that is one tensor."""
+
+    def __init__(self, traced: Traced) -> None:
+        super().__init__(traced.host, graph=traced.graph)
+        self.shapes: dict[Node, tuple[int, ...]] = {}
+
+    def run_node(self, n: Node) -> Any:
+        result = super().run_node(n)
+        if isinstance(result, Tensor):
+            self.shapes[n] = tuple(result.shape)
+        return result
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        layer = self.fetch_attr(target)
+        tensors = (*layer.named_parameters(), *layer.named_buffers())
+        return functional_call(layer, {name: _empty(tensor) for name, tensor in tensors}, args, kwargs)
+
+    def fetch_attr(self, target: str) -> Any:
+        value = super().fetch_attr(target)
+        return _empty(value) if isinstance(value, Tensor) else value
+
+
+def _empty(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, device="meta", dtype=torch.float32 if tensor.is_floating_point() else tensor.dtype)
+
+
+def _follow(model: nn.Module, input_shape: tuple[int, ...], training: bool) -> Channels:
+    traced = trace(model, training)
+    shapes = _Shapes(traced)
+    # A batch norm cannot be trained on one sample.
+    x = torch.empty((2, *input_shape), device="meta")
+    try:
+        with torch.no_grad(), torch.device("meta"):
+            shapes.run(x)
+    except Exception as error:
+        raise ModelError(
+            f"{type(model).__name__} does not run on inputs of shape {_shown(input_shape)} without data: "
+            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}"
+        ) from error
+    return _Follower(model, traced, shapes.shapes).follow()
+
+
+def _named(node: Node) -> str:
+    return public_name(str(node.target)) if node.op == "get_attr" else node.name
+
+
+def _shown(shape: tuple[int, ...]) -> str:
+    return "×".join(map(str, shape))

@@ -1,0 +1,137 @@
+"""`fedprophet fleet`: look at device pools and at the fleets that are drawn from them."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from fedprophet.client.task import Resources
+from fedprophet.fleet.availability import SHARES, Availability, device_probabilities, draw_device
+from fedprophet.fleet.device import POOLS, Device, Pool, load_pool, pool_text
+from fedprophet.sizes import format_count, format_size, parse_size
+
+fleet_app = typer.Typer(
+    help="Look at device pools: which devices, how likely, what they can spare.", no_args_is_help=True
+)
+QUANTILES = {"lowest": 0.0, "10%": 0.1, "25%": 0.25, "median": 0.5, "75%": 0.75, "90%": 0.9, "highest": 1.0}
+ROUND = 1
+
+
+@dataclass(frozen=True)
+class Sample:
+    """How many of a run's clients have which device, and what each client can spare in the first round."""
+
+    clients: Mapping[Device, int]
+    available: Sequence[Resources]
+
+    def quantiles(self, what: str) -> dict[str, float]:
+        """Return the quantiles of what is available: memory in bytes or performance in FLOP/s."""
+        values = [getattr(resources, what) for resources in self.available]
+        return {name: float(np.quantile(values, share)) for name, share in QUANTILES.items()}
+
+
+@fleet_app.callback()
+def _fleet() -> None:
+    """Keep `show` a command of its own, though it is the only one."""
+
+
+@fleet_app.command("show")
+def show_command(
+    pool: Annotated[str, typer.Argument(help=f"One of {', '.join(sorted(POOLS))}, or the path of a .toml file.")],
+    clients: Annotated[int, typer.Option(help="Clients to draw.", min=1)] = 100,
+    exponent: Annotated[
+        float, typer.Option(help="Devices are drawn ∝ (performance · memory)^exponent; 0: all alike.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of the run.", min=0)] = 0,
+    performance: Annotated[
+        str, typer.Option(help=f"How free performance is drawn, as in fleet.performance: {', '.join(SHARES)}.")
+    ] = "uniform",
+    budget: Annotated[
+        str | None, typer.Option(help="Memory that every client can spare at any time: 60MB, 64MiB or bytes.")
+    ] = None,
+    toml: Annotated[bool, typer.Option("--toml", help="Print the pool's TOML file, to copy and edit.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON: bytes, FLOP/s, bytes/s.")] = False,
+) -> None:
+    """Show the devices of a pool, and what the clients of a run with this seed have and can spare in its first round.
+
+    Examples: fedprophet fleet show cifar10 --exponent=-1     fedprophet fleet show cifar10 --toml > mine.toml
+    """
+    found = load_pool(pool)
+    if toml:
+        typer.echo(pool_text(pool), nl=False)
+        return
+    minimum = 0 if budget is None else parse_size(budget)
+    sample = _draw(found, clients, exponent, seed, Availability(performance), minimum)
+    if json_:
+        settings = {
+            "exponent": exponent,
+            "seed": seed,
+            "clients": clients,
+            "performance": performance,
+            "budget_bytes": minimum,
+        }
+        typer.echo(json.dumps(_document(found, settings, sample), indent=2))
+    else:
+        _show(found, exponent, sample)
+
+
+def _draw(pool: Pool, clients: int, exponent: float, seed: int, availability: Availability, minimum: int) -> Sample:
+    devices = [draw_device(pool, seed, client, exponent) for client in range(clients)]
+    available = [availability.resources(device, seed, ROUND, client, minimum) for client, device in enumerate(devices)]
+    return Sample(Counter(devices), available)
+
+
+def _document(pool: Pool, settings: dict[str, Any], sample: Sample) -> dict[str, Any]:
+    probabilities = device_probabilities(pool, settings["exponent"]).tolist()
+    return {
+        "pool": pool.name,
+        "description": pool.description,
+        **settings,
+        "devices": [
+            {
+                "name": device.name,
+                "performance": device.performance,
+                "memory_bytes": device.memory,
+                "bandwidth": device.bandwidth,
+                "probability": probability,
+                "clients": sample.clients[device],
+            }
+            for device, probability in zip(pool.devices, probabilities, strict=True)
+        ],
+        "available": {"memory_bytes": sample.quantiles("memory"), "performance": sample.quantiles("performance")},
+    }
+
+
+def _show(pool: Pool, exponent: float, sample: Sample) -> None:
+    console = Console(highlight=False)
+    devices = Table(title=f"Device pool {pool.name}, exponent {exponent:g}", caption=pool.description)
+    devices.add_column("Device")
+    for heading in ("Performance", "Memory", "Storage", "Probability", "Clients"):
+        devices.add_column(heading, justify="right", no_wrap=True)
+    for device, probability in zip(pool.devices, device_probabilities(pool, exponent), strict=True):
+        devices.add_row(
+            device.name,
+            _flops(device.performance),
+            format_size(device.memory),
+            f"{format_size(round(device.bandwidth))}/s",
+            f"{probability:.1%}",
+            str(sample.clients[device]),
+        )
+    console.print(devices)
+    free = Table(title=f"What {len(sample.available)} clients can spare")
+    for heading in ("Quantile", "Performance", "Memory"):
+        free.add_column(heading, justify="right", no_wrap=True)
+    performance, memory = sample.quantiles("performance"), sample.quantiles("memory")
+    for name in QUANTILES:
+        free.add_row(name, _flops(performance[name]), format_size(round(memory[name])))
+    console.print(free)
+
+
+def _flops(performance: float) -> str:
+    return f"{format_count(round(performance))}FLOPS"

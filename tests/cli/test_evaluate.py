@@ -1,0 +1,126 @@
+"""`fedprophet evaluate` and `fedprophet export`: the numbers of a run, and its model in other hands."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from fedprophet import data, models
+from fedprophet.runs.run import play, reopen, start
+
+SETTINGS = {"rounds": 4, "train.iterations": 8, "train.learning_rate": 0.1, "memory.budget": "60%"}
+
+
+@pytest.fixture(scope="module")
+def finished(tiny, tmp_path_factory):
+    path = tmp_path_factory.mktemp("evaluated") / "run"
+    play(start(tiny(SETTINGS), path))
+    return path
+
+
+@pytest.fixture
+def run(finished, tmp_path):
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+def test_json_has_the_documented_keys_and_no_others(cli, run):
+    said = cli("evaluate", run, "--json")
+    results = said.json
+    assert list(results) == ["personalised", "global"]
+    for part in results.values():
+        assert list(part) == ["clean", "pgd20"]
+        for cell in part.values():
+            assert list(cell) == ["accuracy", "samples"]
+            assert 0 <= cell["accuracy"] <= 1
+            assert isinstance(cell["samples"], int)
+    assert said.err == ""
+    assert results["global"]["clean"]["samples"] == 360
+    assert results["personalised"]["clean"]["samples"] == 288
+    assert results["personalised"]["pgd20"]["accuracy"] <= results["personalised"]["clean"]["accuracy"]
+
+
+def test_the_same_attack_gives_the_numbers_of_the_run(cli, run):
+    results = json.loads((run / "results.json").read_text())
+    again = cli("evaluate", run, "--attack", "clean,pgd2", "--json").json
+    assert again == {key: results[key] for key in ("personalised", "global")}
+    journal = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
+    best = journal[results["stages"][-1]["round"] - 1]
+    assert again["personalised"]["clean"]["accuracy"] == best["clean"]
+
+
+def test_one_attack_alone_and_in_any_order(cli, run):
+    alone = cli("evaluate", run, "--attack", "pgd3", "--json").json
+    both = cli("evaluate", run, "--attack", "pgd3, clean", "--json").json
+    assert list(both["global"]) == ["pgd3", "clean"]
+    assert both["global"]["pgd3"] == alone["global"]["pgd3"]
+
+
+def test_the_table(cli, run):
+    out = cli("evaluate", run, "--attack", "clean,pgd2").out
+    results = json.loads((run / "results.json").read_text())
+    assert "PGD-2" in out
+    for key in ("personalised", "global"):
+        assert f"{100 * results[key]['clean']['accuracy']:.1f} %" in out
+
+
+def test_evaluating_changes_nothing(cli, run):
+    before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
+    cli("evaluate", run, "--attack", "clean")
+    cli("export", run, "--out", run.parent / "model.safetensors")
+    assert {file: file.read_bytes() for file in run.rglob("*") if file.is_file()} == before
+
+
+def test_an_unfinished_run_is_evaluated_with_a_note(cli, run):
+    shutil.rmtree(run / "checkpoints" / "round-000008")
+    said = cli("evaluate", run, "--attack", "clean", "--json")
+    assert set(said.json) == {"personalised", "global"}
+    assert said.err == "note: this run is not finished; this is its model after round 7\n"
+    exported = cli("export", run, "--out", "model.safetensors")
+    assert "this run is not finished" in exported.err
+
+
+def test_an_exported_model_loads_into_the_bare_architecture_and_has_the_runs_accuracy(cli, run, tmp_path):
+    """By hand, as somebody who knows only PyTorch would: no chain, no attack, no client."""
+    said = cli("export", run, "--out", "other folder/model.safetensors")
+    assert said.code == 0
+    assert "vgg-small after 8 rounds written to other folder/model.safetensors" in said.out
+    file = tmp_path / "other folder" / "model.safetensors"
+    tensors = load_file(file)
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    shape = tuple(map(int, metadata["input"].split("x")))
+    net = models.build(metadata["model"], shape, int(metadata["classes"]), **json.loads(metadata["options"]))
+    net.load_state_dict(tensors, strict=True)
+    net.eval()
+    test = data.load("digits").test
+    images, labels = test.fetch(torch.arange(len(test))), test.labels
+    mean, std = (torch.tensor(json.loads(metadata[f"normalize_{name}"])).view(-1, 1, 1) for name in ("mean", "std"))
+    with torch.no_grad():
+        correct = int((net((images - mean) / std).argmax(1) == labels).sum())
+    journalled = json.loads((run / "results.json").read_text())["global"]["clean"]
+    assert journalled["samples"] == len(test)
+    assert correct / len(test) == pytest.approx(journalled["accuracy"], abs=1e-9)
+    assert correct / len(test) > 0.15, "better than chance, or the comparison would show little"
+
+
+def test_exported_norm_layers_are_the_weighted_mean_over_those_who_trained(run):
+    opened = reopen(run)
+    session, state = opened.session, opened.state
+    timeline = session.method.timeline(state)
+    name = next(name for name in session.world.chain.local() if name.endswith("running_var"))
+    total, weight = torch.zeros(session.initial_local[name].shape, dtype=torch.float64), 0
+    for client in range(6):
+        own = session.layers.get("backbone", client, timeline, state.round + 1)
+        if own is not None and name in own:
+            total += session.population.samples(client) * own[name].double()
+            weight += session.population.samples(client)
+    assert weight > 0
+    torch.testing.assert_close(load_file(run / "model.safetensors")[name].double(), total / weight)
+
+
+def test_export_is_the_models_file_of_the_run(cli, run, tmp_path):
+    cli("export", run, "--out", "again.safetensors")
+    assert (tmp_path / "again.safetensors").read_bytes() == (run / "model.safetensors").read_bytes()

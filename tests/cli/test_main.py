@@ -1,0 +1,203 @@
+"""What the command line says to mistakes of every kind, read as a user would."""
+
+import errno
+import json
+
+import pytest
+
+from fedprophet import __version__
+from fedprophet import cli as package
+from fedprophet.errors import ConfigError
+from fedprophet.methods import METHODS
+from fedprophet.models import MODELS
+from fedprophet.runs.run import RunStoppedError
+from fedprophet.runs.session import assemble
+
+
+def test_version(cli):
+    assert cli("--version").out == f"fedprophet {__version__}\n"
+
+
+@pytest.mark.parametrize(("command", "table"), [("methods", METHODS), ("models", MODELS)])
+def test_listings(cli, command, table):
+    said = cli(command)
+    assert said.code == 0
+    assert [line.split()[0] for line in said.out.splitlines() if not line.startswith(" ")] == list(table)
+    assert list(cli(command, "--json").json) == list(table)
+
+
+def test_without_arguments_it_says_how_to_start(cli):
+    said = cli()
+    assert "Start with: fedprophet train" in said.out + said.err
+
+
+MISTAKES = {
+    "a model that is not there": ("model.name=vgg61", "unknown model 'vgg61'. Did you mean 'vgg16'? Known: cnn3, "),
+    "a method that is not there": (
+        "method=fedprofet",
+        "unknown method 'fedprofet'. Did you mean 'fedprophet'? Known: fedprophet, jfat",
+    ),
+    "a dataset that is not there": ("data.name=digit", "unknown dataset 'digit'. Did you mean 'digits'?"),
+    "a pool that is not there": ("fleet.pool=smal", "unknown device pool 'smal'. Did you mean 'small'?"),
+    "a key that is not there": (
+        "train.learing_rate=1",
+        "unknown key 'train.learing_rate' (--set). Did you mean 'learning_rate'? Known: batch, ",
+    ),
+    "a section that is not there": ("trian.batch=3", "unknown key 'trian' (--set). Did you mean 'train'?"),
+    "an option of a model that is not there": (
+        "model.options.widht=4",
+        "unknown option of model vgg-small 'widht'. Did you mean 'width'?",
+    ),
+    "no value": ("train.batch", "--set 'train.batch' is not KEY=VALUE. An example: --set train.batch=32"),
+    "a negative number": ("train.batch=-3", "train.batch: given -3 (--set), allowed: a whole number of at least 1"),
+    "no rounds": ("rounds=0", "rounds: given 0 (--set), allowed: a whole number of at least 1"),
+    "a negative radius": ("attack.radius=-0.1", "attack.radius: given -0.1 (--set), allowed: a number of at least 0"),
+    "a rate that is no number": (
+        "train.learning_rate=nan",
+        "train.learning_rate: given nan (--set), allowed: a number",
+    ),
+    "no memory": ("memory.budget=0", 'memory.budget: given 0 (--set), allowed: a size such as "60MB"'),
+    "negative memory": ("memory.budget=-5MB", 'memory.budget: given "-5MB" (--set), allowed: a size such as "60MB"'),
+    "more classes than there are": (
+        "shards.classes_per_client=11",
+        "classes_per_client is 11, but the dataset has only 10 classes: choose at most 10",
+    ),
+    "a cohort larger than the population": (
+        "population.cohort=21",
+        "population.cohort: given 21, allowed: at most population.clients = 20",
+    ),
+    "a model too deep for the images": (
+        "model.name=vgg16",
+        "vgg16 needs images of at least 32×32 pixels (it halves them five times), not 8×8",
+    ),
+    "data of one's own": ("data.name=custom", "use fedprophet.train(data=…), or go on with fedprophet.resume(RUN, "),
+    "a model of one's own": ("model.name=custom", "use fedprophet.train(model=…), or go on with fedprophet.resume("),
+}
+
+
+@pytest.mark.parametrize(("setting", "text"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_mistake_in_a_setting(cli, tmp_path, setting, text):
+    said = cli("train", "--set", setting)
+    assert said.error.startswith("error: ")
+    assert text in said.error
+    assert said.out == ""
+    assert list(tmp_path.iterdir()) == [], "nothing is written before everything is checked"
+
+
+def test_a_budget_below_the_largest_atom_names_it_and_both_sizes(cli, tiny, tiny_flags):
+    cost = assemble(tiny()).world.cost
+    needs = {cost.memory(number, number + 1): atom for number, atom in enumerate(cost.atoms)}
+    need = max(needs)
+    error = cli("train", *tiny_flags({"memory.budget": "10kB"})).error
+    assert error.startswith("error: memory.budget = 10kB: a budget of 10000 bytes (10.0 kB) is too small: atom Conv ")
+    assert f"({needs[need].name}) needs {need} bytes ({need / 1000:.1f} kB) for a batch of 16" in error
+    assert f"The smallest budget that works is {need} bytes" in error
+    assert cli("train", *tiny_flags({"memory.budget": need - 1})).code == 2
+    quick = {"rounds": 1, "train.warmup": 0, "train.iterations": 1, "evaluate.clients": 1, "measure.clients": 1}
+    assert cli("train", *tiny_flags({**quick, "memory.budget": need})).code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["train", "digit"], "error: unknown preset 'digit'. Did you mean 'digits'? Known: digits"),
+        (["train", "nowhere.toml"], "error: cannot read the config file nowhere.toml: No such file or directory"),
+        (["train", "--budget", "0"], "No such option: --budget"),
+        (["trian"], "No such command 'trian'. Did you mean 'train'?"),
+        (["partition", "vgg16", "--budget", "0"], "error: '0' is not a memory budget. Allowed: a size (60MB, "),
+        (["evaluate"], "Missing argument"),
+        (["export", "somewhere"], "Missing option '--out'"),
+        (["evaluate", "somewhere", "--attack", "pdg20"], "error: unknown attack 'pdg20'. Allowed: clean, or pgdN"),
+        (["evaluate", "somewhere", "--attack", "pgd0,clean,x"], "error: unknown attack 'pgd0', 'x'. Allowed: clean"),
+        (["evaluate", "somewhere", "--attack", " , "], "error: no attack is given. Allowed: clean, or pgdN"),
+        (["evaluate", "."], "error: there is no run in .: it has no config.toml. Start one with: fedprophet train"),
+        (["export", "nowhere", "--out", "x"], "error: there is no run in nowhere: it has no config.toml"),
+        (["export", "nowhere", "--out", "."], "error: . is a folder. Give the file to write, such as model.safet"),
+        (["train", "--resume", "nowhere"], "error: there is no run in nowhere: it has no config.toml"),
+        (["train", "--resume", "x", "--set", "seed=1"], "error: --resume goes on with a run exactly as it was started"),
+        (["train", "digits", "--resume", "x"], "error: --resume goes on with a run exactly as it was started"),
+        (["train", "--resume", "x", "--out", "y"], "error: --resume goes on with a run exactly as it was started"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_in_a_command(cli, tmp_path, arguments, text):
+    said = cli(*arguments)
+    assert text in said.error
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("out", "text"),
+    [
+        ("/dev/null/run", "error: cannot write /dev/null/run/config.toml: "),
+        ("/proc/run", "error: cannot write /proc/run/config.toml: "),
+        ("/dev/null", "error: /dev/null is a file. Give a folder with --out"),
+        ("n" * 300, "File name too long. Give another path"),
+    ],
+)
+def test_a_folder_that_cannot_be_written(cli, tiny_flags, out, text):
+    assert text in cli("train", *tiny_flags(), "--out", out).error
+
+
+def test_a_loss_that_turns_nan_stops_the_run_with_its_checkpoint(cli, tiny_flags, tmp_path):
+    said = cli("train", *tiny_flags({"train.learning_rate": 1e30}), "--out", "run")
+    assert "error: 3 rounds in a row had no usable update (client " in said.error
+    assert "its loss is nan" in said.error
+    assert "A new run with a lower train.learning_rate usually helps" in said.error
+    assert "round 1: client" in said.out
+    assert "was dropped: its loss is nan" in said.out
+    lines = [json.loads(line) for line in (tmp_path / "run" / "journal.jsonl").read_text().splitlines()]
+    assert [len(line["dropped"]) for line in lines] == [2, 2, 2]
+    assert (tmp_path / "run" / "checkpoints" / "round-000003").is_dir()
+    assert cli("evaluate", "run", "--attack", "clean").code == 0
+
+
+def test_a_config_that_is_no_toml(cli, tiny_flags, tmp_path):
+    quick = {"rounds": 1, "train.warmup": 0}
+    assert cli("train", *tiny_flags(quick), "--out", "run").code == 0
+    config = tmp_path / "run" / "config.toml"
+    text = config.read_text()
+    config.write_text(text[:200] + "\x00[")
+    for command in (("train", "--resume"), ("evaluate",)):
+        assert "error: the config file run/config.toml is not valid TOML" in cli(*command, "run").error
+    config.write_text(text.replace("seed = 0", "seed = 3"))
+    error = cli("train", "--resume", "run").error
+    assert "no checkpoint in run/checkpoints can be used" in error
+    assert "another configuration: seed: here 3, there 0" in error
+    config.write_text(text)
+    assert cli("train", "--resume", "run").code == 0
+
+
+@pytest.mark.parametrize(("number", "advice"), [(errno.ENOSPC, "Make room there"), (errno.EACCES, "permissions")])
+def test_an_error_of_the_system_is_said_in_a_sentence(cli, monkeypatch, number, advice):
+    def fail(*_, **__):
+        raise OSError(number, "the system's words", "/some/file")
+
+    monkeypatch.setattr("fedprophet.cli.train.start", fail)
+    error = cli("train").error
+    assert error.startswith("error: /some/file: the system's words. ")
+    assert advice in error
+
+
+def test_a_defect_of_ours_keeps_its_traceback(monkeypatch):
+    def fail(*_, **__):
+        raise OSError(errno.EBADF, "Bad file descriptor")
+
+    monkeypatch.setattr("fedprophet.cli.train.start", fail)
+    monkeypatch.setattr("sys.argv", ["fedprophet", "train"])
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        package.main()
+
+
+def test_every_error_of_ours_has_code_2_and_ctrl_c_130(cli, monkeypatch):
+    def fail(error):
+        def raise_it(*_, **__):
+            raise error
+
+        monkeypatch.setattr("fedprophet.cli.train.start", raise_it)
+        return cli("train")
+
+    assert fail(ConfigError("wrong")).error == "error: wrong\n"
+    stopped = fail(RunStoppedError("stopped after round 2"))
+    assert (stopped.code, stopped.err) == (130, "stopped after round 2\n")
+    assert fail(KeyboardInterrupt()).code == 130

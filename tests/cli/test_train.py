@@ -1,0 +1,91 @@
+"""`fedprophet train`: where a run goes, what is printed."""
+
+import json
+
+import pytest
+
+from fedprophet.runs.session import assemble
+from fedprophet.sizes import format_size
+
+QUICK = {"rounds": 1, "train.warmup": 0, "train.iterations": 1}
+
+
+@pytest.fixture(scope="module")
+def sizes(tiny):
+    """Budget, whole model and largest module of a tiny run, as they are printed."""
+    session = assemble(tiny())
+    largest = max(module.memory for module in session.world.modules)
+    return [format_size(size) for size in (session.budget, session.world.cost.total_memory, largest)]
+
+
+def test_a_run_goes_to_runs_under_the_current_folder(cli, tiny_flags, tmp_path, sizes):
+    said = cli("train", *tiny_flags(QUICK))
+    assert said.code == 0
+    assert (tmp_path / "runs" / "digits-fedprophet-1" / "model.safetensors").is_file()
+    start = (
+        f"fedprophet on digits: vgg-small in 3 modules of at most {sizes[0]} (whole model {sizes[1]}), 2 of 6 clients"
+    )
+    assert said.out.startswith(start)
+    assert said.out.rstrip().endswith("Files: runs/digits-fedprophet-1")
+    assert cli("train", *tiny_flags(QUICK), "--method", "jfat").code == 0
+    assert (tmp_path / "runs" / "digits-jfat-1").is_dir()
+
+
+def test_the_table_says_what_a_module_takes_and_reaches(cli, tiny_flags, tmp_path, sizes):
+    out = cli("train", *tiny_flags(QUICK), "--out", "run").out
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    table = out[out.index("Modules") :]
+    for module, stage in zip(results["modules"], results["stages"], strict=True):
+        memory = module["memory_bytes"]
+        assert f"{memory / 1000:.1f} kB" in table
+        assert f"{100 * memory / results['budget_bytes']:.0f} %" in table
+        assert f"{100 * memory / results['whole_model_bytes']:.0f} %" in table
+        assert f"{100 * stage['clean']:.1f} %" in table
+        assert f"{100 * stage['adversarial']:.1f} %" in table
+    for kind in ("personalised", "global"):
+        for attack in ("clean", "pgd2"):
+            assert f"{100 * results[kind][attack]['accuracy']:.1f} %" in table
+    assert "PGD-2" in table
+    assert f"A client needs {sizes[2]} to train a module; the whole model would take {sizes[1]}." in table
+
+
+def test_jfat_is_shown_as_what_it_is(cli, tiny_flags, sizes):
+    budget, whole, _ = sizes
+    out = cli("train", *tiny_flags({**QUICK, "rounds": 2, "method": "jfat"})).out
+    assert out.startswith(f"jfat on digits: vgg-small as a whole, {whole} (budget {budget}), 2 of 6 clients a round")
+    assert f"{100 / 0.45:.0f} %" in out
+    assert f"A client needs {whole} to train it." in out
+    assert "Best round (" in out
+    assert "last round (2): clean " in out
+
+
+def test_clients_without_held_out_data_have_no_accuracy(cli, tiny_flags):
+    settings = {**QUICK, "population.clients": 1400, "shards.kind": "iid", "measure.clients": 1, "evaluate.clients": 2}
+    out = cli("train", *tiny_flags(settings)).out
+    assert "clean –  PGD –" in out
+    personalised = out[out.index("personalised") :].splitlines()[0]
+    assert personalised.count("–") == 2
+
+
+def test_a_toml_file_is_a_preset(cli, tiny_flags, tmp_path):
+    (tmp_path / "mine.toml").write_text("rounds = 7\nseed = 11\n[model]\noptions = {width = 4}\n")
+    said = cli("train", "mine.toml", *tiny_flags(QUICK), "--json")
+    assert said.json["seed"] == 11
+    assert said.json["rounds"] == 3, "--set comes last"
+
+
+def test_a_folder_that_holds_a_run_is_left_alone(cli, tiny_flags, tmp_path):
+    assert cli("train", *tiny_flags(QUICK), "--out", "run").code == 0
+    before = {file: file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()}
+    error = cli("train", *tiny_flags({**QUICK, "seed": 5}), "--out", "run").error
+    assert "run already holds a run. Go on with: fedprophet train --resume run" in error
+    assert {file: file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()} == before
+
+
+@pytest.mark.parametrize("method", ["fedprophet", "jfat"])
+def test_resuming_a_finished_run_prints_the_same_table(cli, tiny_flags, method):
+    first = cli("train", *tiny_flags({**QUICK, "method": method}), "--out", "run")
+    again = cli("train", "--resume", "run")
+    assert again.code == 0
+    assert again.out[again.out.index("Modules") :] == first.out[first.out.index("Modules") :]
+    assert cli("train", "--resume", "run", "--json").json["method"] == method

@@ -1,0 +1,35 @@
+"""What a forked process does: become `fedprophet ARGUMENTS` (see conftest.py, which puts JOB here)."""
+
+import os
+import resource
+import sys
+
+JOB = globals()["JOB"]  # run_path put it there
+
+
+def _open(path: str, number: int) -> None:
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOCTTY, 0o600)
+    os.dup2(file, number)
+    os.close(file)
+
+
+def _standard_streams() -> None:
+    terminal = JOB.get("terminal")
+    for number, path in ((0, terminal or os.devnull), (1, terminal or JOB["out"]), (2, terminal or JOB["err"])):
+        _open(path, number)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+
+
+for name in ("COLUMNS", "LINES"):  # pytest's own terminal is not the command's
+    os.environ.pop(name, None)
+os.chdir(JOB["folder"])
+_standard_streams()
+if "limit" in JOB:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (JOB["limit"], resource.RLIM_INFINITY))
+sys.argv = ["fedprophet", *JOB["arguments"]]
+
+from fedprophet.cli import main  # noqa: E402
+
+main()

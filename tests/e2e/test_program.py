@@ -1,0 +1,70 @@
+"""The installed program, as a stranger starts it."""
+
+import os
+import subprocess
+import time
+
+import pytest
+from safetensors.torch import load_file
+
+from fedprophet.runs.config import PRESETS, load_config
+from fedprophet.runs.run import play, start
+
+QUICK = {"rounds": 1, "train.warmup": 0, "memory.budget": "60%"}
+
+
+def test_it_trains_evaluates_and_exports_from_any_folder_and_into_any(run_program, launch, tiny_flags, tmp_path):
+    here, there = tmp_path / "here", tmp_path / "over there, ünder"
+    here.mkdir()
+    trained = run_program("train", *tiny_flags(QUICK), "--out", there / "a run", folder=here)
+    assert trained.returncode == 0, trained.stderr
+    assert list(here.iterdir()) == []
+    assert set(launch("evaluate", "a run", "--attack", "clean", "--json", folder=there).json["global"]) == {"clean"}
+    exported = launch("export", "../over there, ünder/a run", "--out", "deep/er/model.safetensors", folder=here)
+    assert exported.code == 0, exported.stderr
+    model = load_file(here / "deep" / "er" / "model.safetensors")
+    assert set(model) == set(load_file(there / "a run" / "model.safetensors"))
+
+
+def test_a_mistake_is_said_in_a_sentence_with_code_2(run_program, tmp_path):
+    result = run_program("train", "--set", "train.bach=3", folder=tmp_path)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: unknown key 'train.bach' (--set). Did you mean 'batch'?")
+    assert "Traceback" not in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_hundred_thousand_clients_start_in_seconds_and_in_less_than_a_gigabyte(program, tiny_flags, tmp_path):
+    settings = {**QUICK, "population.clients": 100_000, "evaluate.clients": 5, "measure.clients": 5}
+    words = [*program, "train", *tiny_flags(settings), "--out", "run", "--json"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    began = time.monotonic()
+    process = subprocess.Popen(
+        words, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    _, status, usage = os.wait4(process.pid, 0)
+    seconds = time.monotonic() - began
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    assert usage.ru_maxrss * 1024 < 1e9
+    assert usage.ru_utime + usage.ru_stime < 30, "processor time, most of which torch takes to be imported"
+    assert seconds < 100, "wall-clock time, on a machine with much else to do"
+    assert len(list((tmp_path / "run" / "clients").rglob("*.safetensors"))) <= 2 * 2
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_every_preset_runs_for_a_round(preset, tmp_path):
+    quick = ["rounds=1", "train.warmup=0", "train.iterations=1", "train.batch=8", "attack.steps=1", "threads=1"]
+    quick += ["attack.feature_steps=1", "measure.steps=1", "measure.clients=1", "convergence.gate=0"]
+    quick += ["evaluate.steps=1", "evaluate.clients=1", "evaluate.batch=128", "population.cohort=2"]
+    config = load_config(preset, quick)
+    run = start(config, tmp_path / "run")
+    results = play(run)
+    assert results["rounds"] == len(run.session.world.modules)
+    assert len(results["modules"]) > 1
+    assert all(module["memory_bytes"] <= results["budget_bytes"] for module in results["modules"])
+
+
+def test_there_are_presets():
+    assert "digits" in PRESETS

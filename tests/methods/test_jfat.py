@@ -1,0 +1,78 @@
+"""Joint training of the whole model, the reference that FedProphet is compared with."""
+
+import pytest
+
+from fedprophet.errors import BudgetError
+from fedprophet.threat import input_threat
+
+SETTINGS = {"method": "jfat", "rounds": 6, "population.cohort": 3}
+
+
+ACCURACIES = {1: (0.6, 0.1), 2: (0.3, 0.2), 3: (0.5, 0.4), 4: (0.8, 0.2), 5: (0.9, 0.1), 6: (0.4, 0.3)}
+
+
+@pytest.fixture(scope="module")
+def played(tiny, play_in_memory, scripted):
+    return play_in_memory(tiny(SETTINGS), scripted(ACCURACIES))
+
+
+def test_everyone_trains_the_whole_model_under_the_attack_on_images(played):
+    whole = len(played.session.world.chain)
+    for record in played.records:
+        tasks, _ = played.of(record["round"], "train")
+        assert {(task.first, task.last, task.head, task.frozen) for task in tasks} == {(0, whole, None, ())}
+        attack = input_threat(0.1, 0.025, 2) if record["round"] > 1 else None
+        assert {task.threat for task in tasks} == {attack}
+        assert record["adversarial_training"] == (record["round"] > 1)
+        assert {task.training.learning_rate for task in tasks} == {0.1 * 0.994 ** (record["round"] - 1)}
+
+
+def test_it_plays_all_rounds_whatever_the_patience(played):
+    assert [record["round"] for record in played.records] == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_best_round_has_the_highest_clean_plus_one_and_a_half_times_adversarial_accuracy(played):
+    best = None
+    for record in played.records:
+        assert record["score"] == record["clean"] + 1.5 * record["adversarial"]
+        if best is None or record["score"] > best["score"]:
+            best = record
+        assert record["best_round"] == best["round"]
+
+
+def test_the_best_round_comes_back_at_the_end_and_both_are_reported(played, same_tensors):
+    best = played.records[-1]["best_round"]
+    assert best == 3
+    end = played.states[-1]
+    assert same_tensors(end.model, played.states[best].model)
+    assert not same_tensors(end.model, played.states[5].model)
+    assert end.discarded == ((best, 6),)
+    for client, own in played.layers[best - 1].items():
+        assert same_tensors(own, played.layers[5][client])
+    results = played.session.method.results(end)
+    for name, number in (("best", best), ("last", 6)):
+        record = played.records[number - 1]
+        assert results[name]["round"] == number
+        assert (results[name]["clean"], results[name]["adversarial"]) == (record["clean"], record["adversarial"])
+
+
+def test_rare_evaluations_still_see_the_last_round(tiny, play_in_memory):
+    played = play_in_memory(tiny({**SETTINGS, "rounds": 5, "evaluate.every": 3}))
+    assert ["clean" in record for record in played.records] == [False, False, True, False, True]
+
+
+def test_the_order_in_which_an_engine_works_does_not_matter(tiny, play_in_memory, shuffled, same_tensors):
+    mixed = play_in_memory(tiny({**SETTINGS, "rounds": 2}), shuffled)
+    straight = play_in_memory(tiny({**SETTINGS, "rounds": 2}))
+    assert mixed.records == straight.records
+    assert same_tensors(mixed.states[1].model, straight.states[1].model)
+
+
+def test_it_needs_no_cut(tiny, play_in_memory):
+    """A budget that no atom fits is none of its business: it takes the memory of the whole model."""
+    played = play_in_memory(tiny({**SETTINGS, "memory.budget": "2%"}), rounds=1)
+    modules = played.session.world.modules
+    assert len(modules) == 1
+    assert modules[0].memory == played.session.world.cost.total_memory
+    with pytest.raises(BudgetError):
+        play_in_memory(tiny({"memory.budget": "2%"}), rounds=1)

@@ -1,0 +1,132 @@
+"""The Python API: a model and data of one's own, and the same run as on the command line."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import fedprophet
+from fedprophet.errors import CheckpointError, ConfigError
+from fedprophet.runs.run import RunStoppedError, Silent
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+        self.two = nn.Sequential(nn.Conv2d(4, 4, 3, stride=2), nn.BatchNorm2d(4), nn.ReLU())
+        self.last = nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.last(self.two(self.one(x)).flatten(1))
+
+
+class Pairs(torch.utils.data.Dataset):
+    """A map-style dataset that makes its samples when they are asked for."""
+
+    def __init__(self, count, seed):
+        generator = torch.Generator().manual_seed(seed)
+        self.labels = torch.randint(3, (count,), generator=generator)
+        self.noise = torch.rand(count, 2, 5, 5, generator=generator)
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, index):
+        return (self.noise[index] + 0.3 * self.labels[index]) / 2, int(self.labels[index])
+
+
+SETTINGS = {
+    "rounds": 2,
+    "threads": 1,
+    "memory": {"budget": "90%"},
+    "population": {"clients": 4, "cohort": 2},
+    "train": {"iterations": 2, "batch": 8, "warmup": 0},
+    "attack": {"radius": 0.05, "steps": 1, "feature_steps": 1},
+    "convergence": {"gate": 0},
+    "evaluate": {"steps": 1},
+    "measure": {"steps": 1},
+}
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(0)
+    return Net()
+
+
+@pytest.fixture(scope="module")
+def data():
+    return fedprophet.from_datasets(Pairs(60, 1), Pairs(20, 2))
+
+
+def tensors_of(pairs):
+    images = torch.stack([pairs[index][0] for index in range(len(pairs))])
+    return images, pairs.labels
+
+
+def test_own_model_and_map_style_dataset(net, data, tmp_path):
+    run = fedprophet.train(SETTINGS, model=net, data=data, out=tmp_path / "run")
+    assert run.path == tmp_path / "run"
+    assert len(run.results["modules"]) == 2
+    assert run.results["global"]["clean"]["samples"] == 20
+    assert run.results == json.loads((tmp_path / "run" / "results.json").read_text())
+    fresh = Net()
+    fresh.load_state_dict(load_file(tmp_path / "run" / "model.safetensors"), strict=True)
+
+
+def test_tensors_and_a_map_style_dataset_are_the_same(net, data, tmp_path):
+    same = fedprophet.from_tensors(*tensors_of(Pairs(60, 1)), *tensors_of(Pairs(20, 2)))
+    for name, given in (("pairs", data), ("tensors", same)):
+        fedprophet.train(SETTINGS, model=net, data=given, out=tmp_path / name)
+    for file in ("journal.jsonl", "model.safetensors"):
+        assert (tmp_path / "pairs" / file).read_bytes() == (tmp_path / "tensors" / file).read_bytes()
+
+
+def test_evaluate_and_export(net, data, tmp_path):
+    run = fedprophet.train(SETTINGS, model=net, data=data, out=tmp_path / "run")
+    results = fedprophet.evaluate(run.path, ["clean", "pgd1"], model=net, data=data)
+    assert results == {key: run.results[key] for key in ("personalised", "global")}
+    assert fedprophet.evaluate(run.path, "clean,pgd1", model=net, data=data) == results
+    fedprophet.export(run.path, tmp_path / "out.safetensors", model=net, data=data)
+    assert (tmp_path / "out.safetensors").read_bytes() == (run.path / "model.safetensors").read_bytes()
+
+
+class Stop(Silent):
+    def round_done(self, record, seconds):
+        raise KeyboardInterrupt
+
+
+def test_resume_wants_the_same_data_and_start_again(net, data, tmp_path):
+    with pytest.raises(RunStoppedError):
+        fedprophet.train(SETTINGS, model=net, data=data, out=tmp_path / "run", observer=Stop())
+    with pytest.raises(ConfigError, match=r'data\.name = "custom".*fedprophet\.resume\(RUN, data=…\)'):
+        fedprophet.resume(tmp_path / "run", model=net)
+    other = fedprophet.from_datasets(Pairs(60, 3), Pairs(20, 2))
+    with pytest.raises(CheckpointError, match="was started with another dataset: hand over the same"):
+        fedprophet.resume(tmp_path / "run", model=net, data=other)
+    trained = Net()
+    trained.one[1].running_mean.fill_(0.5)
+    with pytest.raises(CheckpointError, match="was started with another model"):
+        fedprophet.resume(tmp_path / "run", model=trained, data=data)
+    fedprophet.resume(tmp_path / "run", model=net, data=data)
+    fedprophet.train(SETTINGS, model=net, data=data, out=tmp_path / "undisturbed")
+    for file in ("journal.jsonl", "model.safetensors", "results.json"):
+        assert (tmp_path / "run" / file).read_bytes() == (tmp_path / "undisturbed" / file).read_bytes()
+
+
+def test_configurations_of_all_kinds(net, data, tmp_path):
+    config = fedprophet.load_config("digits", ["rounds=1"])
+    with pytest.raises(ConfigError, match="overrides go with a preset's name or a file"):
+        fedprophet.train(config, overrides=["seed=1"])
+    with pytest.raises(ConfigError, match="overrides go with"):
+        fedprophet.train(SETTINGS, overrides=["seed=1"])
+    with pytest.raises(ConfigError, match=r"unknown key .train\.bach."):
+        fedprophet.train({"train": {"bach": 3}})
+    (tmp_path / "mine.toml").write_text("rounds = 1\nthreads = 1\n[train]\nwarmup = 0\n[convergence]\ngate = 0\n")
+    small = ["memory.budget=100%", "train.iterations=1", "population.cohort=1", "evaluate.steps=1"]
+    run = fedprophet.train(tmp_path / "mine.toml", model=net, data=data, out=tmp_path / "run", overrides=small)
+    assert run.results["rounds"] == 1
+    assert 'name = "custom"' in (run.path / "config.toml").read_text()
