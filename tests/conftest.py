@@ -59,10 +59,10 @@ def tiny() -> Tiny:
 
 @pytest.fixture(scope="session")
 def tiny_flags() -> Callable[..., list[str]]:
-    """Return the same as `--set` flags for the command line."""
+    """Return the same as `--set` flags for the command line: every key, so that no preset shows through."""
 
     def flags(changes: Mapping[str, Any] | None = None) -> list[str]:
-        pairs = flat(changed(TINY, changes or {}))
+        pairs = flat(changed(parse_config(TINY).model_dump(), changes or {}))
         texts = [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in pairs]
         return [word for text in texts for word in ("--set", text)]
 
