@@ -1,6 +1,6 @@
 """What a method is: a state, and a round that asks clients and returns the next state."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -13,12 +13,12 @@ from fedprophet.cascade.cost import ChainCost
 from fedprophet.cascade.heads import build_head
 from fedprophet.cascade.partition import Module
 from fedprophet.client.modules import ModuleStore
-from fedprophet.client.task import ClientTask, LocalTraining, Timeline
+from fedprophet.client.task import ClientTask, ClientUpdate, LocalTraining, Timeline
 from fedprophet.randomness import global_rng
 from fedprophet.runs.config import Config
-from fedprophet.server.aggregate import Parameters
-from fedprophet.server.convergence import StageRule
-from fedprophet.server.coordinator import Conversation
+from fedprophet.server.aggregate import Parameters, mean_metric, partial_average, sift
+from fedprophet.server.convergence import Best, StageRule
+from fedprophet.server.coordinator import Conversation, Record
 from fedprophet.threat import ThreatModel, input_threat
 
 
@@ -75,6 +75,18 @@ class World:
             return tuple(self.roster.eligible.tolist())
         return self.roster.draw(round, clients, self.config.seed, purpose)
 
+    def timeline(self, round: int, best: Best | None, discarded: tuple[tuple[int, int], ...]) -> Timeline:
+        """Return which versions of the clients' own layers count; a resume may go back as far as checkpoints do."""
+        checkpoint = self.config.checkpoint
+        floor = round - checkpoint.keep * checkpoint.every
+        return Timeline(discarded, min(floor, best.round if best else floor))
+
+    def evaluation_due(self, stage_round: int, failures: int) -> bool:
+        """Whether a round is evaluated: every few rounds, and always the last, so that a stage never lacks a best."""
+        if stage_round >= self.config.rounds:
+            return True
+        return not failures and stage_round % self.config.evaluate.every == 0
+
     def evaluation_batch(self, last: int) -> int:
         """Return the micro-batch with which the activations of atoms 0 … `last` − 1 stay within the budget."""
         if self.config.evaluate.batch:
@@ -96,6 +108,18 @@ class World:
                 head = build_head(self.cost.atoms[module.last - 1].output[1:], self.cost.classes)
             heads |= {f"heads.{module.index}.{name}": p.detach() for name, p in head.named_parameters()}
         return heads
+
+
+def fold(
+    current: Parameters, tasks: Sequence[ClientTask], updates: Sequence[ClientUpdate], record: Record
+) -> Parameters | None:
+    """Average what came back and note it; None where nothing that came back can be averaged."""
+    usable, dropped = sift(tasks, updates)
+    record["dropped"] = {str(client): reason for client, reason in dropped.items()}
+    record["loss"] = mean_metric(usable, "loss") if usable else None
+    if not usable:
+        return None
+    return partial_average(current, [(update.weight, update.parameters) for update in usable])
 
 
 def named(parameters: Parameters, names: Iterable[str]) -> dict[str, torch.Tensor]:

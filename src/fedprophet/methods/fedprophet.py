@@ -7,9 +7,9 @@ from typing import Any
 
 from fedprophet.client.task import ClientTask, ClientUpdate, FrozenModule, TaskKind, Timeline
 from fedprophet.errors import TrainingError
-from fedprophet.methods.base import World, named
+from fedprophet.methods.base import World, fold, named
 from fedprophet.server.accuracy import Accuracy, personalised
-from fedprophet.server.aggregate import Parameters, mean_metric, partial_average, sift
+from fedprophet.server.aggregate import Parameters, mean_metric
 from fedprophet.server.assignment import assign
 from fedprophet.server.convergence import Best, better, score
 from fedprophet.server.coordinator import Conversation, Record
@@ -82,10 +82,8 @@ class FedProphet:
         return state.model
 
     def timeline(self, state: CascadeState) -> Timeline:
-        """Return which versions of the clients' own layers count; a resume may go back two checkpoints."""
-        checkpoint = self.world.config.checkpoint
-        floor = state.round - checkpoint.keep * checkpoint.every
-        return Timeline(state.discarded, min(floor, state.best.round if state.best else floor))
+        """Return which versions of the clients' own layers count."""
+        return self.world.timeline(state.round, state.best, state.discarded)
 
     def results(self, state: CascadeState) -> Mapping[str, Any]:
         """Return what each fixed module reached, for the closing table."""
@@ -105,7 +103,7 @@ class FedProphet:
             "alpha": state.perturbation.alpha if state.perturbation else None,
         }
         state = yield from self._train(state, record)
-        if self._evaluation_due(state):
+        if self.world.evaluation_due(state.stage_round, state.failures):
             state = yield from self._evaluate(state, record)
         since_best = state.round - state.best.round if state.best else None
         if self.world.stage_rule.ends(state.stage_round, since_best):
@@ -121,20 +119,11 @@ class FedProphet:
         if world.config.assignment.enabled:
             assigned = assign(world.cost, world.modules, state.stage, available)
         tasks = [self._train_task(state, client, last) for client, last in assigned.items()]
-        updates, dropped = sift(tasks, (yield tasks))
         record["assigned"] = {str(client): last + 1 for client, last in assigned.items()}
-        record["dropped"] = {str(client): reason for client, reason in dropped.items()}
-        record["loss"] = mean_metric(updates, "loss") if updates else None
-        if not updates:
+        average = fold({**state.model, **state.heads}, tasks, (yield tasks), record)
+        if average is None:
             return replace(state, failures=state.failures + 1)
-        average = partial_average({**state.model, **state.heads}, [(u.weight, u.parameters) for u in updates])
         return replace(state, failures=0, model=named(average, state.model), heads=named(average, state.heads))
-
-    def _evaluation_due(self, state: CascadeState) -> bool:
-        """Whether the round is evaluated: every few rounds, and always where the stage might end without a best."""
-        if state.stage_round == self.world.config.rounds:
-            return True
-        return not state.failures and state.stage_round % self.world.config.evaluate.every == 0
 
     def _evaluate(self, state: CascadeState, record: Record) -> Ask:
         """Let clients evaluate w*_1 ∘ … ∘ w_m; keep the best round, adjust the perturbation."""

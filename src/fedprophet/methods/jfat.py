@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fedprophet.client.task import ClientTask, Timeline
-from fedprophet.methods.base import World
+from fedprophet.client.task import ClientTask, ClientUpdate, Timeline
+from fedprophet.methods.base import World, fold
 from fedprophet.server.accuracy import personalised
-from fedprophet.server.aggregate import Parameters, mean_metric, partial_average, sift
+from fedprophet.server.aggregate import Parameters
 from fedprophet.server.convergence import Best, better, score
 from fedprophet.server.coordinator import Conversation, Record
 from fedprophet.threat import ThreatModel
@@ -52,9 +52,7 @@ class JointTraining:
 
     def timeline(self, state: JointState) -> Timeline:
         """Return which versions of the clients' own layers count."""
-        checkpoint = self.world.config.checkpoint
-        floor = state.round - checkpoint.keep * checkpoint.every
-        return Timeline(state.discarded, min(floor, state.best.round if state.best else floor))
+        return self.world.timeline(state.round, state.best, state.discarded)
 
     def results(self, state: JointState) -> Mapping[str, Any]:
         """Return the best round and the last one, so that a reader sees both."""
@@ -75,29 +73,19 @@ class JointTraining:
             replace(self._task(state, client), kind="train", threat=threat, training=training)
             for client in self.world.cohort(state.round)
         ]
-        updates, dropped = sift(tasks, (yield tasks))
-        record["dropped"] = {str(client): reason for client, reason in dropped.items()}
-        record["loss"] = mean_metric(updates, "loss") if updates else None
-        if updates:
-            model = partial_average(state.model, [(update.weight, update.parameters) for update in updates])
-            state = replace(state, failures=0, model=model)
-        else:
-            state = replace(state, failures=state.failures + 1)
-        if self._evaluation_due(state):
+        model = fold(state.model, tasks, (yield tasks), record)
+        failures = state.failures + 1 if model is None else 0
+        state = replace(state, failures=failures, model=state.model if model is None else model)
+        if self.world.evaluation_due(state.round, failures):
             state = self._observe(state, record, (yield self._evaluation_tasks(state)))
         return (self._restore_best(state) if self.finished(state) else state), record
-
-    def _evaluation_due(self, state: JointState) -> bool:
-        if self.finished(state):
-            return True
-        return not state.failures and state.round % self.world.config.evaluate.every == 0
 
     def _evaluation_tasks(self, state: JointState) -> Sequence[ClientTask]:
         settings = self.world.config.evaluate
         clients = self.world.sample(settings.clients, state.round, "evaluate")
         return [self.evaluation_task(state, client, self.world.image_threat(settings.steps)) for client in clients]
 
-    def _observe(self, state: JointState, record: Record, answers: Sequence[Any]) -> JointState:
+    def _observe(self, state: JointState, record: Record, answers: Sequence[ClientUpdate]) -> JointState:
         accuracy = personalised(answers)
         points = score(accuracy.clean, accuracy.adversarial, ROBUSTNESS_WEIGHT)
         candidate = Best(state.round, points, accuracy.clean, accuracy.adversarial, alpha=1.0)
