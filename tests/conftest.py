@@ -83,6 +83,12 @@ class Recorder:
         yield from answers
 
 
+@pytest.fixture(scope="session")
+def recorder() -> type[Recorder]:
+    """Return what wraps an engine to keep its exchanges."""
+    return Recorder
+
+
 @dataclass
 class Played:
     """A run in memory: the state after each round (the first is before any), its records, and who was asked what."""

@@ -106,7 +106,12 @@ def _train(task: ClientTask, client: Client, workspace: Workspace, own: Mapping[
     if math.isfinite(loss) and _finite(trained):
         workspace.layers.put(task.architecture, task.client, task.round, {**own, **kept}, task.timeline)
     return ClientUpdate(
-        task.kind, task.round, task.client, weight=_weight(client), metrics={"loss": loss}, parameters=trained
+        task.kind,
+        task.round,
+        task.client,
+        weight=_weight(client),
+        metrics={"loss": loss, "samples": float(len(labels))},
+        parameters=trained,
     )
 
 

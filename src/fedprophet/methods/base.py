@@ -1,5 +1,6 @@
 """What a method is: a state, and a round that asks clients and returns the next state."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -13,7 +14,9 @@ from fedprophet.cascade.cost import ChainCost
 from fedprophet.cascade.heads import build_head
 from fedprophet.cascade.partition import Module
 from fedprophet.client.modules import ModuleStore
-from fedprophet.client.task import ClientTask, ClientUpdate, LocalTraining, Timeline
+from fedprophet.client.task import ClientTask, ClientUpdate, LocalTraining, Resources, Timeline
+from fedprophet.fleet.latency import batch_sizes, client_seconds, workload_of
+from fedprophet.fleet.network import draw_link, payload_bytes
 from fedprophet.randomness import global_rng
 from fedprophet.runs.config import Config
 from fedprophet.server.aggregate import Parameters, mean_metric, partial_average, sift
@@ -75,6 +78,27 @@ class World:
             return tuple(self.roster.eligible.tolist())
         return self.roster.draw(round, clients, self.config.seed, purpose)
 
+    def times(
+        self, tasks: Sequence[ClientTask], updates: Sequence[ClientUpdate], available: Mapping[int, Resources]
+    ) -> dict[str, dict[str, float]]:
+        """Return the simulated seconds of each client that trained: computation, storage access and communication."""
+        asked = {task.client: task for task in tasks}
+        # An update that is dropped took its time too; one that does not even say how much it trained on has none.
+        timed = [u for u in updates if 1 <= u.metrics.get("samples", 0) < math.inf]
+        return {str(u.client): self._seconds(asked[u.client], u, available[u.client]) for u in timed}
+
+    def _seconds(self, task: ClientTask, update: ClientUpdate, resources: Resources) -> dict[str, float]:
+        assert task.training is not None
+        return client_seconds(
+            workload_of(self.cost, task.first, task.last),
+            resources,
+            batch_sizes(int(update.metrics["samples"]), task.training.batch, task.training.iterations),
+            task.threat.steps if task.threat else 0,
+            draw_link(task.seed, task.round, task.client),
+            download_bytes=payload_bytes(task.parameters),
+            upload_bytes=payload_bytes(update.parameters),
+        )
+
     def timeline(self, round: int, best: Best | None, discarded: tuple[tuple[int, int], ...]) -> Timeline:
         """Return which versions of the clients' own layers count; a resume may go back as far as checkpoints do."""
         checkpoint = self.config.checkpoint
@@ -108,6 +132,11 @@ class World:
                 head = build_head(self.cost.atoms[module.last - 1].output[1:], self.cost.classes)
             heads |= {f"heads.{module.index}.{name}": p.detach() for name, p in head.named_parameters()}
         return heads
+
+
+def spare(reports: Sequence[ClientUpdate]) -> dict[int, Resources]:
+    """Return what each client that reported can spare in this round."""
+    return {report.client: report.resources for report in reports if report.resources is not None}
 
 
 def fold(

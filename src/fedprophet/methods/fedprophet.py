@@ -7,7 +7,7 @@ from typing import Any
 
 from fedprophet.client.task import ClientTask, ClientUpdate, FrozenModule, TaskKind, Timeline
 from fedprophet.errors import TrainingError
-from fedprophet.methods.base import World, fold, named
+from fedprophet.methods.base import World, fold, named, spare
 from fedprophet.server.accuracy import Accuracy, personalised
 from fedprophet.server.aggregate import Parameters, mean_metric
 from fedprophet.server.assignment import assign
@@ -114,13 +114,15 @@ class FedProphet:
         """Ask the cohort what it can spare, assign modules, train them, and average what came back."""
         world = self.world
         reports = yield [self._task("report", state, client) for client in world.cohort(state.round)]
-        available = {report.client: report.resources for report in reports if report.resources is not None}
+        available = spare(reports)
         assigned = dict.fromkeys(available, state.stage)
         if world.config.assignment.enabled:
             assigned = assign(world.cost, world.modules, state.stage, available)
         tasks = [self._train_task(state, client, last) for client, last in assigned.items()]
         record["assigned"] = {str(client): last + 1 for client, last in assigned.items()}
-        average = fold({**state.model, **state.heads}, tasks, (yield tasks), record)
+        updates = yield tasks
+        record["times"] = world.times(tasks, updates, available)
+        average = fold({**state.model, **state.heads}, tasks, updates, record)
         if average is None:
             return replace(state, failures=state.failures + 1)
         return replace(state, failures=0, model=named(average, state.model), heads=named(average, state.heads))

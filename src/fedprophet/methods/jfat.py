@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fedprophet.client.task import ClientTask, ClientUpdate, Timeline
-from fedprophet.methods.base import World, fold
+from fedprophet.methods.base import World, fold, spare
 from fedprophet.server.accuracy import personalised
 from fedprophet.server.aggregate import Parameters
 from fedprophet.server.convergence import Best, better, score
@@ -69,11 +69,15 @@ class JointTraining:
             "epsilon": self.world.config.attack.radius,
         }
         training = self.world.local_training(state.round)
+        cohort = self.world.cohort(state.round)
+        reports = [replace(self._task(state, client), kind="report", parameters={}) for client in cohort]
+        available = spare((yield reports))
         tasks = [
-            replace(self._task(state, client), kind="train", threat=threat, training=training)
-            for client in self.world.cohort(state.round)
+            replace(self._task(state, client), kind="train", threat=threat, training=training) for client in available
         ]
-        model = fold(state.model, tasks, (yield tasks), record)
+        updates = yield tasks
+        record["times"] = self.world.times(tasks, updates, available)
+        model = fold(state.model, tasks, updates, record)
         failures = state.failures + 1 if model is None else 0
         state = replace(state, failures=failures, model=state.model if model is None else model)
         if self.world.evaluation_due(state.round, failures):

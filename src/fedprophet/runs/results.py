@@ -12,7 +12,7 @@ from fedprophet.errors import ConfigError
 from fedprophet.runs.session import Session
 from fedprophet.server.accuracy import Accuracy, personalised
 from fedprophet.server.aggregate import partial_average
-from fedprophet.server.coordinator import Engine
+from fedprophet.server.coordinator import Engine, Record
 from fedprophet.threat import ThreatModel
 
 _PGD = re.compile(r"pgd([1-9][0-9]*)")
@@ -91,6 +91,17 @@ def in_order(tasks: Sequence[ClientTask], engine: Engine) -> Iterator[ClientUpda
 def exported_model(session: Session, state: Any, engine: Engine) -> dict[str, Tensor]:
     """Return the whole model under its state-dict names, with averaged norm layers."""
     return {**session.method.model(state), **average_local(session, state, engine)}
+
+
+def simulated_seconds(records: Iterable[Record]) -> dict[str, float]:
+    """Return the training time that the device pool would have taken: a round lasts as long as its slowest client."""
+    slowest = [
+        max(record["times"].values(), key=lambda time: time["computation_s"] + time["access_s"])
+        for record in records
+        if record["times"]
+    ]
+    parts = {name: sum(time[name] for time in slowest) for name in ("computation_s", "access_s")}
+    return {**parts, "total_s": sum(parts.values())}
 
 
 class Watched:

@@ -24,7 +24,7 @@ from fedprophet.runs.checkpoint import Checkpoints
 from fedprophet.runs.config import Config, load_config, to_toml
 from fedprophet.runs.files import tensors_to_bytes, write_atomic
 from fedprophet.runs.journal import Journal
-from fedprophet.runs.results import Watched, evaluate, exported_model
+from fedprophet.runs.results import Watched, evaluate, exported_model, simulated_seconds
 from fedprophet.runs.session import CUSTOM, Session, assemble
 from fedprophet.server.coordinator import Engine, Record, hold
 from fedprophet.version import __version__
@@ -301,6 +301,7 @@ def _summary(run: Run, engine: Engine) -> dict[str, Any]:
         "budget_bytes": session.budget,
         "whole_model_bytes": session.world.cost.total_memory,
         "modules": _module_rows(session),
+        "simulated": simulated_seconds(Journal(run.files.journal).read()),
         **session.method.results(state),
         **evaluate(session, state, attacks, engine),
     }
