@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: run test test-all lint format types check docs clean help
+.PHONY: run test test-all lint format types check clean help
 
 run: $(READY)  ## train on scikit-learn's digits (under three minutes on two cores)
 	$(BIN)/fedprophet train $(ARGS)

@@ -82,11 +82,19 @@ def test_greedy_is_minimal_on_growing_chains(cost, spare):
 
 
 @pytest.mark.parametrize(
-    ("atoms", "budget", "cuts", "best"),
+    ("atoms", "wide", "budget", "cuts", "best"),
     [
-        pytest.param([(1, 1, (1,)), (1, 1, (10,)), (1, 1, (1,))], 100, [(0, 1), (1, 3)], 1, id="headless-last-module"),
+        pytest.param(
+            [(1, 20, (1,)), (1, 1, (1,)), (1, 1, (10,)), (1, 1, (1,))],
+            (1, 3),
+            103,
+            [(0, 1), (1, 2), (2, 4)],
+            2,
+            id="headless-last-module",
+        ),
         pytest.param(
             [(1, 1, (1,)), (1, 1, (10,)), (1, 1, (1,)), (1, 20, (1,))],
+            (0, 2),
             99,
             [(0, 1), (1, 3), (3, 4)],
             2,
@@ -94,20 +102,29 @@ def test_greedy_is_minimal_on_growing_chains(cost, spare):
         ),
     ],
 )
-def test_greedy_is_not_minimal_where_cost_shrinks(atoms, budget, cuts, best):
+def test_greedy_is_not_minimal_where_cost_shrinks(atoms, wide, budget, cuts, best):
     """Algorithm 1 is minimal only where cost grows with length: here it is not, and neighbours could be merged.
 
-    A head on D features takes 4 · (2D + 2) bytes here, an atom 8 (the fourth 84). Atoms 1 and 2 with the head on the
+    A head on D features takes 4 · (2D + 2) bytes here, an atom 8 (the large one 84). Two atoms with the head on the
     wide feature behind them take 16 + 88 = 104 bytes, over the budget, so the module is closed. One atom further the
     wide feature is inside the module: 24 bytes where the model ends there (no head), 24 + 16 where the feature has
     shrunk again. The algorithm does not look ahead that far, as in the paper.
     """
     cost = chain(atoms)
-    assert cost.memory(0, 2) == 104
+    assert cost.memory(*wide) == 104
+    assert cost.memory(wide[0], wide[1] + 1) <= budget
     modules = partition(cost, budget)
     assert [(module.first, module.last) for module in modules] == cuts
     assert fewest(cost, budget) == best < len(modules)
-    assert cost.memory(0, 3) <= budget
+
+
+def test_a_model_that_fits_as_a_whole_is_one_module_whatever_its_heads_would_need():
+    """The wide feature's head alone takes 88 bytes, the whole model, which has none, 24."""
+    cost = chain([(1, 1, (1,)), (1, 1, (10,)), (1, 1, (1,))])
+    assert cost.total_memory == 24
+    assert [(module.first, module.last) for module in partition(cost, 24)] == [(0, 3)]
+    with pytest.raises(BudgetError, match="The smallest budget that works is 24 bytes"):
+        partition(cost, 23)
 
 
 def test_modules_by_hand():
@@ -121,9 +138,9 @@ def test_modules_by_hand():
 
 def test_fits_means_at_most_the_budget():
     """Two atoms of 8 bytes and a head of 16 take 32."""
-    cost = chain([(1, 1, (1,)), (1, 1, (1,)), (1, 1, (1,))])
-    assert [(m.first, m.last) for m in partition(cost, 32)] == [(0, 3)]
-    assert [(m.first, m.last) for m in partition(cost, 31)] == [(0, 1), (1, 3)]
+    cost = chain([(1, 1, (1,))] * 5)
+    assert [(m.first, m.last) for m in partition(cost, 32)] == [(0, 2), (2, 5)]
+    assert [(m.first, m.last) for m in partition(cost, 31)] == [(0, 1), (1, 2), (2, 3), (3, 5)]
 
 
 @given(cost=chains())
@@ -134,7 +151,7 @@ def test_the_whole_model_in_one_module(cost):
 
 
 def test_too_small_a_budget_names_the_atom_and_both_sizes():
-    cost = chain([(1, 1, (1,)), (1, 1, (10,)), (1, 1, (1,))], batch=1)
+    cost = chain([(1, 1, (1,)), (1, 1, (10,)), *[(1, 1, (1,))] * 11], batch=1)
     assert smallest_budget(cost) == (96, 1)
     assert partition(cost, 96)
     with pytest.raises(BudgetError) as error:

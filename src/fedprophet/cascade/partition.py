@@ -27,14 +27,20 @@ def smallest_budget(cost: ChainCost) -> tuple[int, int]:
 
 
 def partition(cost: ChainCost, budget: int) -> tuple[Module, ...]:
-    """Return the modules of Algorithm 1: each takes atoms as long as it fits, which means at most the budget."""
+    """Return the modules of Algorithm 1: each takes atoms as long as it fits, which means at most the budget.
+
+    A model that fits as a whole is one module. It needs no auxiliary head, which Algorithm 1, going atom by atom, would
+    count on the way.
+    """
+    if cost.total_memory <= budget:
+        return (_module(cost, 0, 0, len(cost.atoms)),)
     need, largest = smallest_budget(cost)
     if budget < need:
         atom = cost.atoms[largest]
         raise BudgetError(
             f"a budget of {budget} bytes ({format_size(budget)}) is too small: atom {atom.label} "
             f"needs {need} bytes ({format_size(need)}) for a batch of {cost.batch} and cannot be cut further. "
-            f"The smallest budget that works is {need} bytes; a smaller batch lowers it"
+            f"The smallest budget that works is {min(need, cost.total_memory)} bytes; a smaller batch lowers it"
         )
     starts = [0]
     for index in range(1, len(cost.atoms)):
@@ -42,6 +48,9 @@ def partition(cost: ChainCost, budget: int) -> tuple[Module, ...]:
             starts.append(index)
     ends = [*starts[1:], len(cost.atoms)]
     return tuple(
-        Module(index, first, last, cost.memory(first, last), cost.flops(first, last), cost.parameters(first, last))
-        for index, (first, last) in enumerate(zip(starts, ends, strict=True))
+        _module(cost, index, first, last) for index, (first, last) in enumerate(zip(starts, ends, strict=True))
     )
+
+
+def _module(cost: ChainCost, index: int, first: int, last: int) -> Module:
+    return Module(index, first, last, cost.memory(first, last), cost.flops(first, last), cost.parameters(first, last))

@@ -253,12 +253,13 @@ def _remarks(results: Mapping[str, Any]) -> list[str]:
     lines = [need + (f"a module; the whole model would take {format_size(whole)}." if largest < whole else "it.")]
     if "best" in results:
         lines.append(f"{_reached('Best', results['best'])}; {_reached('last', results['last'])}.")
-    time = results["simulated"]
-    lines.append(
-        f"On the devices of the pool it would have taken {duration(time['total_s'])}: computation "
-        f"{duration(time['computation_s'])}, storage access {duration(time['access_s'])} (simulated)."
-    )
-    return [*lines, f"{results['rounds']} rounds, seed {results['seed']}."]
+    if "simulated" in results:
+        time = results["simulated"]
+        lines.append(
+            f"On the devices of the pool it would have taken {duration(time['total_s'])}: computation "
+            f"{duration(time['computation_s'])}, storage access {duration(time['access_s'])} (simulated)."
+        )
+    return [*lines, f"Rounds: {results['rounds']}, seed {results['seed']}."]
 
 
 def _reached(name: str, round: Mapping[str, Any]) -> str:

@@ -106,7 +106,7 @@ def _skewed(deal: Deal, rng: np.random.Generator) -> Integers:
     each, clients = deal.settings.classes_per_client, deal.clients
     if each > deal.classes:
         raise ConfigError(
-            f"classes_per_client is {each}, but the dataset has only {deal.classes} classes: "
+            f"shards.classes_per_client is {each}, but the dataset has only {deal.classes} classes: "
             f"choose at most {deal.classes}"
         )
     spread, sorted_part = np.split(

@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from fedprophet.errors import CheckpointError
 from fedprophet.runs.config import Config, differences
 from fedprophet.runs.files import (
+    how_to_resume,
     make_folder,
     sync_folder,
     tensors_from_bytes,
@@ -163,7 +164,7 @@ class Checkpoints:
         )
         return (
             f"cannot write the checkpoint {folder}: {error.strerror or error}. {last}. Make room there or correct its "
-            f"permissions, then go on with: fedprophet train --resume '{run}'"
+            f"permissions, then go on with: {how_to_resume(run)}"
         )
 
     def _tidy(self) -> None:

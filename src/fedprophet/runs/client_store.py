@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedprophet.client.task import Timeline
 from fedprophet.errors import CheckpointError
-from fedprophet.runs.files import tensors_from_bytes, tensors_to_bytes, write_atomic_all
+from fedprophet.runs.files import how_to_resume, tensors_from_bytes, tensors_to_bytes, write_atomic_all
 
 CLIENTS_PER_FOLDER = 1000
 Key = tuple[str, int]
@@ -107,7 +107,7 @@ class ClientStore:
     def _write(self, keys: list[Key]) -> None:
         if self._directory is None:
             return
-        advice = f"Make room there, then go on with: fedprophet train --resume '{self._directory.parent}'"
+        advice = f"Make room there, then go on with: {how_to_resume(self._directory.parent)}"
         write_atomic_all(((self._path(key), _to_bytes(self._clients[key].versions)) for key in keys), advice)
         for key in keys:
             self._clients[key].dirty = False

@@ -260,7 +260,9 @@ class EvaluateSection(Section):
     steps: int = Field(default=20, ge=1, description="PGD steps of the attack that is evaluated.")
     clients: Clients = Field(default="all", description="Clients that evaluate.")
     batch: int = Field(
-        default=0, ge=0, description="Samples that are attacked at a time; 0: as many as the budget allows."
+        default=0,
+        ge=0,
+        description="Samples attacked at a time; 0: up to train.batch, as the largest module's memory allows.",
     )
 
 
@@ -316,8 +318,8 @@ class Config(Section):
 
     @property
     def patience_rounds(self) -> int:
-        """Age of the best score, in rounds, that ends a stage; at least one."""
-        return max(1, self._rounds(self.convergence.patience))
+        """Age of the best score, in rounds, that ends a stage; at least until the next evaluation could beat it."""
+        return max(self.evaluate.every, self._rounds(self.convergence.patience))
 
     def _rounds(self, value: int | str) -> int:
         share = _share(value) if isinstance(value, str) else None

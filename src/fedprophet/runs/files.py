@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -88,3 +89,8 @@ def tensors_to_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] 
 def tensors_from_bytes(data: bytes) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file, each with memory of its own, aligned like any other tensor."""
     return {name: value.clone() for name, value in load(data).items()}
+
+
+def how_to_resume(run: Path) -> str:
+    """Return the command that goes on with a run, quoted for a shell."""
+    return f"fedprophet train --resume {shlex.quote(str(run))}"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedprophet.errors import CheckpointError
-from fedprophet.runs.files import make_folder, sync_folder, write_atomic, write_error
+from fedprophet.runs.files import how_to_resume, make_folder, sync_folder, write_atomic, write_error
 
 
 class Journal:
@@ -21,7 +21,7 @@ class Journal:
         self._path = path
         self._advice = (
             "The run's checkpoints are intact. Make room there or correct its permissions, then go on with: "
-            f"fedprophet train --resume '{path.parent}'"
+            f"{how_to_resume(path.parent)}"
         )
 
     def append(self, record: Mapping[str, Any]) -> None:

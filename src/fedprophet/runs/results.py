@@ -98,7 +98,7 @@ def simulated_seconds(records: Iterable[Record]) -> dict[str, float]:
     slowest = [
         max(record["times"].values(), key=lambda time: time["computation_s"] + time["access_s"])
         for record in records
-        if record["times"]
+        if record.get("times")
     ]
     parts = {name: sum(time[name] for time in slowest) for name in ("computation_s", "access_s")}
     return {**parts, "total_s": sum(parts.values())}

@@ -3,7 +3,6 @@
 import fcntl
 import json
 import os
-import shlex
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from fedprophet.errors import CheckpointError, ConfigError, TrainingError
 from fedprophet.methods.base import MethodState
 from fedprophet.runs.checkpoint import Checkpoints
 from fedprophet.runs.config import Config, load_config, to_toml
-from fedprophet.runs.files import tensors_to_bytes, write_atomic
+from fedprophet.runs.files import how_to_resume, tensors_to_bytes, write_atomic
 from fedprophet.runs.journal import Journal
 from fedprophet.runs.results import Watched, evaluate, exported_model, simulated_seconds
 from fedprophet.runs.session import CUSTOM, Session, assemble
@@ -242,6 +241,9 @@ def _play_rounds(run: Run, observer: Observer) -> Any:
             observer.round_done(record, seconds)
             _stop_if_failing(state, keeper, run.files.path, record)
             keeper.round_done(state, finished=method.finished(state))
+    except TrainingError:
+        keeper.save(state)
+        raise
     except KeyboardInterrupt:
         keeper.save(state)
         raise _stopped(f"after round {state.round}" if state.round else "in its first round", run.files.path) from None
@@ -368,4 +370,4 @@ def _stopped(when: str, path: Path) -> RunStoppedError:
 
 
 def _resume(path: Path) -> str:
-    return f"Go on with: fedprophet train --resume {shlex.quote(str(path))}"
+    return f"Go on with: {how_to_resume(path)}"

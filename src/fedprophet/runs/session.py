@@ -1,6 +1,7 @@
 """Everything a run consists of, put together from its configuration: data, fleet, model, method, engine."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +13,14 @@ from torch import Tensor, nn
 from fedprophet import data, models
 from fedprophet.cascade.atoms import Chain, chain_of
 from fedprophet.cascade.cost import ChainCost, cost_of
-from fedprophet.cascade.partition import Module, partition
+from fedprophet.cascade.partition import partition
 from fedprophet.client.features import FeatureCache
 from fedprophet.client.modules import ModuleStore
 from fedprophet.client.run import Workspace
 from fedprophet.data.dataset import Dataset
 from fedprophet.data.shards import ShardSettings
 from fedprophet.engines.embedded import EmbeddedEngine
-from fedprophet.errors import BudgetError, ConfigError
+from fedprophet.errors import ConfigError, FedProphetError
 from fedprophet.fleet.availability import Availability
 from fedprophet.fleet.device import load_pool
 from fedprophet.fleet.population import Population
@@ -62,14 +63,16 @@ def assemble(
     config: Config, clients: Path | None = None, model: nn.Module | Chain | None = None, dataset: Dataset | None = None
 ) -> Session:
     """Build a session; `clients` is the folder where the clients' own layers are kept (None: in memory)."""
-    method = find_method(config.method)
+    with _about("method"):
+        method = find_method(config.method)
     torch.set_num_threads(config.threads or torch.get_num_threads())
     dataset = _dataset(config, dataset)
     population = _population(config, dataset)
     chain, notes = _chain(config, dataset, model)
     cost = _cost(config, chain, dataset)
     budget = parse_budget(config.memory.budget, cost.total_memory)
-    modules = _modules(config, cost, budget if method.cascade else cost.total_memory)
+    with _about(f"memory.budget = {config.memory.budget}"):
+        modules = partition(cost, budget if method.cascade else cost.total_memory)
     layers = ClientStore(clients, LAYERS_MEMORY)
     features = FeatureCache(CACHE_MEMORY, CACHE_DISK)
     frozen = ModuleStore()
@@ -108,10 +111,12 @@ def _dataset(config: Config, given: Dataset | None) -> Dataset:
 
 def _population(config: Config, dataset: Dataset) -> Population:
     shards, fleet = config.shards, config.fleet
+    with _about("fleet.pool"):
+        pool = load_pool(fleet.pool)
     return Population(
         dataset,
         ShardSettings(shards.kind, shards.classes_per_client, shards.iid_fraction, shards.concentration),
-        load_pool(fleet.pool),
+        pool,
         config.seed,
         config.population.clients,
         availability=Availability(fleet.performance, fleet.performance_floor, fleet.memory_share),
@@ -130,10 +135,12 @@ def _chain(config: Config, dataset: Dataset, given: nn.Module | Chain | None) ->
         return chain_of(deepcopy(given), normalize), ()
     if config.model.name == CUSTOM:
         raise ConfigError(_handed_over("model"))
-    model = bare_model(config, dataset.shape, dataset.classes)
+    with _about("model.name"):
+        model = bare_model(config, dataset.shape, dataset.classes)
     notes: tuple[str, ...] = ()
     if config.model.weights:
-        notes = (load_weights(model, config.model.weights, config.model.name).summary(),)
+        with _about("model.weights"):
+            notes = (load_weights(model, config.model.weights, config.model.name).summary(),)
     return chain_of(model, normalize), notes
 
 
@@ -150,11 +157,13 @@ def bare_model(config: Config, shape: tuple[int, ...], classes: int) -> nn.Modul
         return models.build(config.model.name, shape, classes, **config.model.options)
 
 
-def _modules(config: Config, cost: ChainCost, budget: int) -> tuple[Module, ...]:
+@contextmanager
+def _about(key: str) -> Iterator[None]:
+    """Let an error that a setting causes begin with the setting's key."""
     try:
-        return partition(cost, budget)
-    except BudgetError as error:
-        raise BudgetError(f"memory.budget = {config.memory.budget}: {error}") from None
+        yield
+    except FedProphetError as error:
+        raise type(error)(f"{key}: {error}") from None
 
 
 def _cost(config: Config, chain: Chain, dataset: Dataset) -> ChainCost:
