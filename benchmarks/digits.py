@@ -9,8 +9,11 @@ cores. The table shows means over seeds, the PGD accuracy at the end of each sta
 
 import argparse
 import json
+import os
 import platform
+import shlex
 import statistics
+import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -86,15 +89,26 @@ def _spread(values: list[float]) -> str:
     return f"{statistics.mean(values):.1f}{spread}"
 
 
-def header(seeds: int, rounds: int) -> str:
+def header(command: str, seeds: int, rounds: int) -> str:
     """Return what a reader must know to trust or repeat the numbers."""
     preset = fedprophet.load_config("digits")
     return (
-        f"# Digits\n\n`python benchmarks/digits.py --seeds {seeds}` on {datetime.now(UTC):%Y-%m-%d}: "
-        f"{platform.machine()} CPU, one thread a run; Python {platform.python_version()}, torch {torch.__version__}, "
-        f"fedprophet {fedprophet.__version__}. Preset `digits` (eps {preset.attack.radius}, {rounds} rounds a stage), "
-        f"seeds 0 … {seeds - 1}; accuracies in %, mean ± standard deviation over seeds.\n"
+        f"# Digits\n\n`{command}` on {datetime.now(UTC):%Y-%m-%d}: {_processor()}, {os.cpu_count()} cores, one thread "
+        f"a run; Python {platform.python_version()}, torch {torch.__version__}, fedprophet {fedprophet.__version__}.\n\n"
+        f"Preset `digits`: eps {preset.attack.radius}, at most {rounds} rounds a stage, seeds 0 … {seeds - 1}. "
+        "Accuracies in %, mean ± standard deviation over seeds; personalised on all clients' held-out images (about 285), "
+        "global on 360 test images.\n"
     )
+
+
+def _processor() -> str:
+    """Return the name of the processor where the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return f"{platform.machine()} processor"
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else f"{platform.machine()} processor"
 
 
 def main() -> None:
@@ -112,7 +126,8 @@ def main() -> None:
         for row in pool.map(run, *zip(*jobs, strict=True)):
             print(json.dumps(row), flush=True)
             runs.append(row)
-    text = f"{header(arguments.seeds, arguments.rounds)}\n{table(runs)}\n"
+    command = shlex.join(["python", "benchmarks/digits.py", *sys.argv[1:]])
+    text = f"{header(command, arguments.seeds, arguments.rounds)}\n{table(runs)}\n"
     print(text)
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)
