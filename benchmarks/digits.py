@@ -94,10 +94,11 @@ def header(command: str, seeds: int, rounds: int) -> str:
     preset = fedprophet.load_config("digits")
     return (
         f"# Digits\n\n`{command}` on {datetime.now(UTC):%Y-%m-%d}: {_processor()}, {os.cpu_count()} cores, one thread "
-        f"a run; Python {platform.python_version()}, torch {torch.__version__}, fedprophet {fedprophet.__version__}.\n\n"
+        f"a run; Python {platform.python_version()}, torch {torch.__version__}, "
+        f"fedprophet {fedprophet.__version__}.\n\n"
         f"Preset `digits`: eps {preset.attack.radius}, at most {rounds} rounds a stage, seeds 0 … {seeds - 1}. "
-        "Accuracies in %, mean ± standard deviation over seeds; personalised on all clients' held-out images (about 285), "
-        "global on 360 test images.\n"
+        "Accuracies in %, mean ± standard deviation over seeds; personalised on all clients' held-out images (about "
+        "285), global on 360 test images.\n"
     )
 
 
