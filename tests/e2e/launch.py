@@ -2,6 +2,7 @@
 
 import os
 import resource
+import signal
 import sys
 
 JOB = globals()["JOB"]  # run_path put it there
@@ -24,6 +25,8 @@ def _standard_streams() -> None:
 
 for name in ("COLUMNS", "LINES"):  # pytest's own terminal is not the command's
     os.environ.pop(name, None)
+# What runs in the background is handed SIGINT as ignored, and would hand it down to a command that is to be stopped.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 os.chdir(JOB["folder"])
 _standard_streams()
 if "limit" in JOB:
