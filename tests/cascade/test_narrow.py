@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fedprophet.cascade.atoms import chain_of
+from fedprophet.cascade.atoms import chain_of, explicit_chain
 from fedprophet.cascade.channels import (
     ChannelAxis,
     Channels,
@@ -21,7 +21,7 @@ from fedprophet.cascade.channels import (
     rolling_channels,
 )
 from fedprophet.cascade.cost import cost_of
-from fedprophet.cascade.narrow import Scaler, merge_local, narrow_model, scatter_average, slice_state
+from fedprophet.cascade.narrow import Scaler, merge_local, narrow_chain, narrow_model, scatter_average, slice_state
 from fedprophet.errors import ModelError
 from fedprophet.models import build
 from fedprophet.models.cnn import CNN
@@ -144,9 +144,15 @@ def test_count_by_hand():
     assert narrow[5].full_over_kept == 5 / 2
 
 
+def unscale(narrow):
+    for layer in narrow.modules():
+        if isinstance(layer, Scaler):
+            layer.full_over_kept = 1.0
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_the_sub_network_computes_what_its_channels_compute(rule):
-    """In evaluation it is the full network with every other channel silenced: weights, biases and norms set to zero."""
+    """Unscaled, it is the full network with every other channel silenced: weights, biases and norms set to zero."""
     model = randomize(SmallResNet(6)).eval()
     narrow, channels, kept = narrowed(model, (3, 8, 8), 0.5, RULES[rule])
     assert set(channels.groups) == set(PARTNERS)
@@ -159,7 +165,7 @@ def test_the_sub_network_computes_what_its_channels_compute(rule):
             if layer.bias is not None:
                 layer.bias.data[gone] = 0
     x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-    assert not narrow.training
+    unscale(narrow)
     torch.testing.assert_close(narrow(x), masked(x))
     assert not torch.allclose(narrow(x), model(x))
 
@@ -180,6 +186,7 @@ def test_channels_behind_a_flatten(rule):
         for channel in set(range(total)) - set(kept[group].tolist()):
             layer.weight.data[:, channel * width : (channel + 1) * width] = 0
     x = torch.rand(3, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    unscale(narrow)
     torch.testing.assert_close(narrow(x), masked(x))
 
 
@@ -229,18 +236,18 @@ def test_tied_weights_stay_tied():
     assert set(slice_state(channels, kept, model.state_dict())) == set(model.state_dict())
 
 
-def test_activations_are_scaled_in_training_alone():
+def test_activations_are_scaled_in_both_modes():
     """Each layer's output by full over kept inputs: 1 in the first layer, 4/2 in the second, 5/2 in the third."""
     model = randomize(nn.Sequential(nn.Conv2d(1, 4, 1), nn.ReLU(), nn.Conv2d(4, 5, 2), nn.Flatten(), nn.Linear(5, 3)))
     narrow, _, kept = narrowed(model, (1, 2, 2), 0.5, partial(rolling_channels, start=3))
     a, b = kept["0"].tolist(), kept["2"].tolist()
     assert (a, b) == ([0, 3], [3, 4])
     x = torch.randn(3, 1, 2, 2)
-    for training, scales in ((True, (2.0, 2.5)), (False, (1.0, 1.0))):
+    for training in (True, False):
         narrow.train(training)
         inner = F.relu(F.conv2d(x, model[0].weight[a], model[0].bias[a]))
-        inner = F.conv2d(inner, model[2].weight[b][:, a], model[2].bias[b]) * scales[0]
-        expected = F.linear(inner.flatten(1), model[4].weight[:, b], model[4].bias) * scales[1]
+        inner = F.conv2d(inner, model[2].weight[b][:, a], model[2].bias[b]) * 2.0
+        expected = F.linear(inner.flatten(1), model[4].weight[:, b], model[4].bias) * 2.5
         torch.testing.assert_close(narrow(x), expected)
 
 
@@ -266,6 +273,28 @@ def test_a_chain_of_the_sub_network(normalize):
     chain.load(slice_state(channels, kept, randomize(copy.deepcopy(model)).state_dict()))
     with pytest.raises(ModelError, match="shape"):
         chain.load(model.state_dict())
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_a_chain_is_narrowed_with_its_atoms(explicit):
+    """Cutting the chain gives what a chain of the cut model gives, and leaves the full one alone."""
+    model = randomize(cnn(6, 4, 6, 3).eval())
+    parts = [("features", model.features), ("flat", nn.Flatten()), ("classifier", model.classifier)]
+    normalize = Normalize([0.5] * 3, [0.2] * 3)
+    full = explicit_chain(parts, normalize) if explicit else chain_of(model, normalize)
+    before = {name: value.clone() for name, value in full.tensors.items()}
+    channels = channels_of(full.model, (3, 8, 8))
+    kept = kept_channels(channels, 0.5, first_channels)
+    chain, expected = narrow_chain(full, channels, kept), narrow_model(full.model, channels, kept)
+    x = torch.rand(2, 3, 8, 8)
+    with chain.mode(0, None, training=False):
+        torch.testing.assert_close(chain.run(x), expected.eval()(normalize(x)))
+    assert (chain.shared(), chain.local()) == (full.shared(), full.local())
+    assert {n: v.shape for n, v in chain.tensors.items()} == {n: v.shape for n, v in expected.state_dict().items()}
+    with torch.no_grad():
+        for tensor in chain.tensors.values():
+            tensor.zero_()
+    assert all(torch.equal(value, before[name]) for name, value in full.tensors.items())
 
 
 @pytest.mark.parametrize("model", [SmallResNet(4), build("cnn3", (3, 8, 8), 5), cnn(3, 5, 2, 2)])

@@ -9,8 +9,9 @@ from torch import nn
 from fedprophet.cascade.atoms import explicit_chain
 from fedprophet.client.features import FeatureCache
 from fedprophet.client.modules import ModuleStore
-from fedprophet.client.run import Client, Workspace, run_client
+from fedprophet.client.run import Client, run_client
 from fedprophet.client.task import ClientTask, LocalTraining, Resources
+from fedprophet.client.workspace import Workspace
 from fedprophet.data.dataset import ClientData, LocalExamples, TensorExamples
 from fedprophet.runs.client_store import ClientStore
 from fedprophet.server.aggregate import fault
@@ -22,7 +23,7 @@ def test_norm_statistics_that_overflow_make_the_update_unusable():
         [("one", nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(8, 3)))]
     )
     layers = ClientStore(None, 10**6)
-    workspace = Workspace(chain, 3, ModuleStore(), layers, FeatureCache(10**6, 10**6))
+    workspace = Workspace(chain, (1, 2, 2), 3, ModuleStore(), layers, FeatureCache(10**6, 10**6))
     with torch.no_grad():
         chain.tensors["one.0.weight"].fill_(1e25)
     parameters = {name: chain.tensors[name].detach().clone() for name in chain.shared()}

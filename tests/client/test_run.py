@@ -12,8 +12,9 @@ from fedprophet.cascade.atoms import explicit_chain
 from fedprophet.cascade.heads import build_head
 from fedprophet.client.features import FeatureCache
 from fedprophet.client.modules import ModuleStore, digest
-from fedprophet.client.run import Client, Workspace, run_client
+from fedprophet.client.run import Client, run_client
 from fedprophet.client.task import ClientTask, FrozenModule, LocalTraining, Resources
+from fedprophet.client.workspace import Workspace
 from fedprophet.data.dataset import ClientData, LocalExamples, TensorExamples
 from fedprophet.runs.client_store import ClientStore
 from fedprophet.threat import feature_threat, input_threat
@@ -30,7 +31,7 @@ def workspace() -> Workspace:
     torch.manual_seed(0)
     last = nn.Sequential(nn.Flatten(), nn.Linear(4 * 16, 3))
     chain = explicit_chain([("one", _block(1, 4)), ("two", _block(4, 4)), ("three", last)])
-    return Workspace(chain, 3, ModuleStore(), ClientStore(None, 10**6), FeatureCache(10**6, 10**6))
+    return Workspace(chain, (1, 4, 4), 3, ModuleStore(), ClientStore(None, 10**6), FeatureCache(10**6, 10**6))
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedprophet.cascade.atoms import Chain
 from fedprophet.cascade.channels import BATCH_NORMS, CONVOLUTIONS, ChannelAxis, Channels, Kept
 from fedprophet.errors import ModelError, unknown
 
@@ -20,18 +21,19 @@ Index = tuple[slice | Tensor, ...]
 
 
 class Scaler(nn.Module):
-    """What a convolution or linear layer becomes when its inputs are cut: the layer, its output scaled in training.
+    """What a convolution or linear layer becomes when its inputs are cut: the layer, its output scaled.
 
     The output, bias included, is multiplied by the full number of the layer's input channels over the kept number
-    (HeteroFL's 1/r), so that it is as large as that of the full layer; in evaluation it is left alone. A layer
-    whose inputs are whole, as the first one's are, is not scaled.
+    (HeteroFL's 1/r), so that it is as large as that of the full layer. A sub-network exists in local training alone,
+    where it is scaled in evaluation mode too: the attack must see the function that is trained, and the norm layers'
+    statistics are those of scaled activations. A layer whose inputs are whole, as the first one's are, is not scaled.
     """
 
     full_over_kept: float
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = super().forward(x)
-        return result * self.full_over_kept if self.training else result
+        return result * self.full_over_kept
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, full_over_kept={self.full_over_kept:.4g}"
@@ -83,20 +85,39 @@ def narrow_model(model: nn.Module, channels: Channels, kept: Kept) -> nn.Module:
 
     Classes, settings and state-dict names are the model's; only layers whose inputs are cut become a `Scaler` too.
     """
-    # deepcopy takes what it finds in its memo: the full tensors are never copied, and tied ones stay tied.
+    narrow = copy.deepcopy(model, _parts(model, channels, kept))
+    _refit(narrow, channels, kept)
+    return narrow
+
+
+def narrow_chain(chain: Chain, channels: Channels, kept: Kept) -> Chain:
+    """Return a chain of the same atoms around the narrow model."""
+    narrow = copy.deepcopy(chain, _parts(chain.model, channels, kept))
+    _refit(narrow.model, channels, kept)
+    return narrow
+
+
+def _parts(model: nn.Module, channels: Channels, kept: Kept) -> dict[int, Any]:
+    """Return the kept part of each tensor as a memo for deepcopy, which takes what it finds there.
+
+    So the full tensors are never copied, and tied ones stay tied.
+    """
     memo: dict[int, Any] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor):
             part = _slice(channels, kept, name, tensor.detach())
             is_parameter = isinstance(tensor, nn.Parameter)
             memo[id(tensor)] = nn.Parameter(part, requires_grad=tensor.requires_grad) if is_parameter else part
-    narrow = copy.deepcopy(model, memo)
+    return memo
+
+
+def _refit(narrow: nn.Module, channels: Channels, kept: Kept) -> None:
+    """Let the layers of a narrow model know their sizes, and scale those whose inputs were cut."""
     for name, layer in narrow.named_modules():
         _resize(layer)
         for axis, group, _ in channels.axes.get(f"{name}.weight".removeprefix("."), ()):
             if axis == 1 and len(kept[group]) < channels.groups[group]:
                 _scale(layer, channels.groups[group] / len(kept[group]))
-    return narrow
 
 
 def _scale(layer: Any, full_over_kept: float) -> None:

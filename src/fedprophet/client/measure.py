@@ -1,39 +1,61 @@
 """What a client measures: accuracy on its held-out part, and how far an attack moves its features (Eq. 11)."""
 
+from collections.abc import Iterator
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from fedprophet.attacks import ATTACKS
 from fedprophet.attacks.pgd import pgd
 from fedprophet.client.segment import Segment
 from fedprophet.client.task import ClientTask
 from fedprophet.data.dataset import LocalExamples
-from fedprophet.randomness import generator
+from fedprophet.randomness import generator, key
 
 
 def evaluate(task: ClientTask, segment: Segment, examples: LocalExamples) -> dict[str, float]:
-    """Return how many held-out samples the segment gets right, clean and (where there is a threat) attacked."""
-    counts = {"samples": float(len(examples)), "clean": 0.0}
+    """Return how many held-out samples the segment gets right, clean and (where there is a threat) attacked.
+
+    An attack of several components also says how many samples each newly broke, as in "broken:square".
+    """
+    counts = {"samples": 0.0, "clean": 0.0}
     if task.threat is not None:
         counts["adversarial"] = 0.0
     with segment.mode(training=False):
-        for number, positions in enumerate(torch.split(torch.arange(len(examples)), task.batch)):
+        for number, positions in _micro_batches(task, len(examples)):
             x, labels = examples.fetch(positions), examples.labels[positions]
-            counts["clean"] += _correct(segment, x, labels)
+            counts["samples"] += len(positions)
+            with torch.no_grad():
+                counts["clean"] += float((segment.logits(x).argmax(dim=1) == labels).sum())
             if task.threat is not None:
-                draw = generator(task.seed, "evaluation attack", task.round, task.client, number)
-                attacked = pgd(lambda z, y=labels: _task_loss(segment, z, y), x, task.threat, draw)  # type: ignore[misc]
-                counts["adversarial"] += _correct(segment, attacked, labels)
+                seed = key(task.seed, "evaluation attack", task.round, task.client, number)
+                outcome = ATTACKS[task.attack].run(segment.logits, x, labels, task.threat, seed)
+                counts["adversarial"] += float(outcome.correct.sum())
+                for component, broken in outcome.broken.items():
+                    name = f"broken:{component}"
+                    counts[name] = counts.get(name, 0.0) + broken
     return counts
 
 
-def _task_loss(segment: Segment, x: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(segment.logits(x), labels, reduction="sum")
+def _micro_batches(task: ClientTask, available: int) -> Iterator[tuple[int, Tensor]]:
+    """Yield the positions of the samples to evaluate, a batch at a time, each with its number.
+
+    The numbers name the attacks' draws and count from the first sample, not from the task's part: however the samples
+    are dealt to tasks, each meets the same attack. So a part begins where a batch begins.
+    """
+    chosen = _drawn(task, available)
+    first, last = task.part or (0, len(chosen))
+    assert first % task.batch == 0
+    for start in range(first, min(last, len(chosen)), task.batch):
+        yield start // task.batch, chosen[start : min(start + task.batch, last)]
 
 
-def _correct(segment: Segment, x: Tensor, labels: Tensor) -> float:
-    with torch.no_grad():
-        return float((segment.logits(x).argmax(dim=1) == labels).sum())
+def _drawn(task: ClientTask, available: int) -> Tensor:
+    """Return which samples are evaluated: all, or `task.samples` of them, the same for every attack and round."""
+    if task.samples is None or task.samples >= available:
+        return torch.arange(available)
+    order = torch.randperm(available, generator=generator(task.seed, "evaluation samples", task.client))
+    return order[: task.samples].sort().values
 
 
 def perturbation_magnitude(task: ClientTask, segment: Segment, inputs: Tensor) -> dict[str, float]:

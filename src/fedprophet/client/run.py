@@ -2,63 +2,23 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from fedprophet.cascade.atoms import Chain
 from fedprophet.cascade.heads import build_head
-from fedprophet.client.features import FeatureCache
+from fedprophet.client.distill import distill, predict
 from fedprophet.client.measure import evaluate, perturbation_magnitude
-from fedprophet.client.modules import ModuleStore, digest
+from fedprophet.client.modules import digest
 from fedprophet.client.segment import Segment
-from fedprophet.client.task import ClientTask, ClientUpdate, Resources, TaskKind, Timeline
+from fedprophet.client.statistics import TwoSets
+from fedprophet.client.subnetwork import narrowed
+from fedprophet.client.task import ClientTask, ClientUpdate, Resources, TaskKind
 from fedprophet.client.trainer import train
+from fedprophet.client.workspace import Workspace
 from fedprophet.data.dataset import ClientData
 from fedprophet.randomness import global_rng
-
-
-class LocalLayers(Protocol):
-    """Where a client's own layers are kept between rounds (see `runs.client_store`)."""
-
-    def get(self, architecture: str, client: int, timeline: Timeline, before: int) -> Mapping[str, Tensor] | None: ...
-
-    def put(
-        self, architecture: str, client: int, round: int, tensors: Mapping[str, Tensor], timeline: Timeline
-    ) -> None: ...
-
-
-@dataclass
-class Workspace:
-    """A chain that tasks are loaded into one after the other, and what a client has at hand beside it.
-
-    `initial` are the local layers of a client that has not trained yet. `loaded` remembers which fixed module each atom
-    holds, so that a frozen prefix is not copied again for every task.
-    """
-
-    chain: Chain
-    classes: int
-    modules: ModuleStore
-    layers: LocalLayers
-    features: FeatureCache
-    initial: Mapping[str, Tensor] = field(init=False)
-    loaded: dict[int, str | None] = field(init=False, default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.initial = _detached(self.chain, self.chain.local())
-
-    def load(self, task: ClientTask, own: Mapping[str, Tensor]) -> None:
-        """Bring the chain to the state the task asks for: frozen prefix, the client's own layers, the task's part."""
-        for module in task.frozen:
-            if any(self.loaded.get(atom) != module.digest for atom in range(module.first, module.last)):
-                self.chain.load(self.modules[module.digest])
-                self.loaded.update(dict.fromkeys(range(module.first, module.last), module.digest))
-        self.loaded.update(dict.fromkeys(range(task.first, task.last), None))
-        local = self.chain.local(0, task.last)
-        self.chain.load({name: own.get(name, self.initial[name]) for name in local})
-        self.chain.load({name: value for name, value in task.parameters.items() if not name.startswith("heads.")})
 
 
 @dataclass(frozen=True)
@@ -71,11 +31,14 @@ class Client:
 
 def run_client(task: ClientTask, client: Client, workspace: Workspace) -> ClientUpdate:
     """Carry out one task and return what goes back to the server."""
+    if task.kept:
+        workspace = narrowed(workspace, task.kept)
     # What a client trained in this very round counts for everything but training it, which may be a repetition.
     before = task.round if task.kind == "train" else task.round + 1
     own = workspace.layers.get(task.architecture, task.client, task.timeline, before) or {}
     with global_rng(task.seed, "client", task.round, task.client):
-        return WORK[task.kind](task, client, workspace, own)
+        update = WORK[task.kind](task, client, workspace, own)
+    return replace(update, number=task.number)
 
 
 def _report(task: ClientTask, client: Client, workspace: Workspace, own: Mapping[str, Tensor]) -> ClientUpdate:
@@ -94,23 +57,25 @@ def _train(task: ClientTask, client: Client, workspace: Workspace, own: Mapping[
     chain = workspace.chain
     inputs, labels = _inputs(task, client, workspace, own), client.data.train.labels
     segment = _segment(task, workspace, inputs[:1])
-    loss = train(task, segment, inputs, labels)
-    trained = _detached(chain, chain.shared(task.first, task.last))
+    both = TwoSets(chain, own) if task.adversarial_statistics else None
+    loss = train(task, segment, inputs, labels, both.observe if both else None)
+    trained = workspace.values(chain.shared(task.first, task.last))
     if segment.head is not None:
         trained |= {f"heads.{task.head}.{name}": p.detach().clone() for name, p in segment.head.named_parameters()}
-    kept = _detached(chain, chain.local(task.first, task.last))
+    kept = {**own, **workspace.values(chain.local(task.first, task.last)), **(both.kept() if both else {})}
     # A client whose training diverged keeps its own layers as they were, and the server drops its update. The server
     # does not see these layers: where they alone overflowed, the loss has to tell it.
     if not _finite(kept):
         loss = math.nan
     if math.isfinite(loss) and _finite(trained):
-        workspace.layers.put(task.architecture, task.client, task.round, {**own, **kept}, task.timeline)
+        workspace.layers.put(task.architecture, task.client, task.round, kept, task.timeline)
     return ClientUpdate(
         task.kind,
         task.round,
         task.client,
         weight=_weight(client),
         metrics={"loss": loss, "samples": float(len(labels))},
+        local=kept if task.wants_local else {},
         parameters=trained,
     )
 
@@ -121,7 +86,13 @@ def _evaluate(task: ClientTask, client: Client, workspace: Workspace, own: Mappi
     if len(examples):
         workspace.load(task, own)
         whole = _segment(task, workspace, examples.fetch(torch.arange(1)), first=0)
-        metrics = evaluate(task, whole, examples)
+        if task.adversarial_statistics:
+            # Clean images keep the clean statistics; only what an attack makes of them is judged with the others.
+            clean = evaluate(replace(task, threat=None), whole, examples)
+            TwoSets(workspace.chain, own)
+            metrics = {**evaluate(task, whole, examples), "clean": clean["clean"]}
+        else:
+            metrics = evaluate(task, whole, examples)
     return ClientUpdate(task.kind, task.round, task.client, weight=_weight(client), metrics=metrics)
 
 
@@ -138,8 +109,43 @@ def _measure(task: ClientTask, client: Client, workspace: Workspace, own: Mappin
     )
 
 
+def _predict(task: ClientTask, client: Client, workspace: Workspace, own: Mapping[str, Tensor]) -> ClientUpdate:
+    """Run a model that the server holds on the public samples, which are what the server may train on."""
+    workspace.load(task, own)
+    logits = predict(task, Segment(workspace.chain, task.first, task.last, head=None), client.data.train)
+    return ClientUpdate(task.kind, task.round, task.client, weight=_weight(client), parameters={"logits": logits})
+
+
+def _distill(task: ClientTask, client: Client, workspace: Workspace, own: Mapping[str, Tensor]) -> ClientUpdate:
+    workspace.load(task, own)
+    chain = workspace.chain
+    loss = distill(task, Segment(chain, task.first, task.last, head=None), client.data.train)
+    return ClientUpdate(
+        task.kind,
+        task.round,
+        task.client,
+        weight=_weight(client),
+        metrics={"loss": loss},
+        parameters=workspace.values((*chain.shared(), *chain.local())),
+    )
+
+
+def _adopt(task: ClientTask, client: Client, workspace: Workspace, own: Mapping[str, Tensor]) -> ClientUpdate:
+    """Take layers from the server as the client's own."""
+    workspace.layers.put(task.architecture, task.client, task.round, {**own, **task.parameters}, task.timeline)
+    return ClientUpdate(task.kind, task.round, task.client, weight=_weight(client))
+
+
 Work = Callable[[ClientTask, Client, Workspace, Mapping[str, Tensor]], ClientUpdate]
-WORK: dict[TaskKind, Work] = {"report": _report, "train": _train, "evaluate": _evaluate, "measure": _measure}
+WORK: dict[TaskKind, Work] = {
+    "report": _report,
+    "train": _train,
+    "evaluate": _evaluate,
+    "measure": _measure,
+    "predict": _predict,
+    "distill": _distill,
+    "adopt": _adopt,
+}
 
 
 def _inputs(task: ClientTask, client: Client, workspace: Workspace, own: Mapping[str, Tensor]) -> Tensor:
@@ -175,11 +181,6 @@ def _segment(task: ClientTask, workspace: Workspace, probe: Tensor, first: int |
 def _weight(client: Client) -> float:
     """Return q_k before normalisation: the size of the client's shard."""
     return float(len(client.data.train) + len(client.data.validation))
-
-
-def _detached(chain: Chain, names: tuple[str, ...]) -> dict[str, Tensor]:
-    tensors = chain.tensors
-    return {name: tensors[name].detach().clone() for name in names}
 
 
 def _finite(tensors: Mapping[str, Tensor]) -> bool:

@@ -8,9 +8,11 @@ from torch import Tensor
 
 from fedprophet.threat import ThreatModel
 
-TaskKind = Literal["report", "train", "evaluate", "measure"]
+TaskKind = Literal["report", "train", "evaluate", "measure", "predict", "distill", "adopt"]
 SERVER = -1
-"""The client id of the server's own data (the held-out test set): evaluating there goes through the engine too."""
+"""The client id of the server's own data: work on the test set or the public set goes through the engine too."""
+BACKBONE = "backbone"
+"""The architecture of the run's own model. Methods whose clients train other ones call those by their model's name."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +70,23 @@ class ClientTask:
     The client runs atoms `first` … `last` − 1 behind the `frozen` modules, and exits through the auxiliary head of
     module `head` (None: the backbone's own classifier). `parameters` are the shared ones of those atoms and of the
     head. `threat` acts on the input of atom `first` in training and measuring, on the image in evaluation; None means
-    clean. `wants_local` asks for the client's own layers as well.
+    clean. `wants_local` asks for the client's own layers as well. `number` tells apart the tasks that one client is
+    given together.
+
+    In evaluation, `attack` names the way in which the threat is carried out, `samples` limits how many of the held-out
+    samples are used, and `part` is the range of these that this task is about (None: all).
+
+    `kept` are the channels of a sub-network (by group, see `cascade.channels`): where there are any, the model and
+    `parameters` have these alone. With `adversarial_statistics` the norm layers use a second set of statistics, kept
+    for attacked inputs. `targets` are what a distillation learns for each public sample.
     """
 
     kind: TaskKind
     round: int
     client: int
     seed: int
-    architecture: str = "backbone"
+    number: int = 0
+    architecture: str = BACKBONE
     first: int = 0
     last: int = 0
     head: int | None = None
@@ -85,6 +96,12 @@ class ClientTask:
     batch: int = 64
     timeline: Timeline = Timeline()
     wants_local: bool = False
+    attack: str = "pgd"
+    samples: int | None = None
+    part: tuple[int, int] | None = None
+    adversarial_statistics: bool = False
+    kept: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    targets: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     parameters: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
 
 
@@ -100,3 +117,4 @@ class ClientUpdate:
     resources: Resources | None = None
     local: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     parameters: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    number: int = 0

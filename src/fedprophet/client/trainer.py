@@ -1,7 +1,7 @@
 """Adversarial cascade learning on one client (Section 5.1): attack the batch, then step on what the attack found."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -22,25 +22,46 @@ def batches(samples: int, size: int, iterations: int, task: ClientTask) -> Itera
             done += 1
 
 
-def train(task: ClientTask, segment: Segment, inputs: Tensor, labels: Tensor) -> float:
+def train(
+    task: ClientTask,
+    segment: Segment,
+    inputs: Tensor,
+    labels: Tensor,
+    observe: Callable[[Segment, Tensor], None] | None = None,
+) -> float:
     """Train the segment in place on its inputs (images, or cached z_{m−1}); return the mean loss of the iterations.
 
-    Training stops at the first loss that is not finite, and that is what is returned. Dropout draws from torch's global
-    generator, which the caller puts back.
+    `observe` is shown every clean batch before it is attacked. Dropout draws from torch's global generator, which the
+    caller puts back.
     """
     assert task.training is not None
-    hyper = task.training
-    parameters = segment.parameters()
-    optimiser = torch.optim.SGD(
-        parameters, lr=hyper.learning_rate, momentum=hyper.momentum, weight_decay=hyper.weight_decay
-    )
-    total = 0.0
-    for iteration, batch in enumerate(batches(len(labels), hyper.batch, hyper.iterations, task)):
+    strong_convexity = task.training.strong_convexity
+
+    def loss_of(iteration: int, batch: Tensor) -> Tensor:
+        if observe is not None:
+            observe(segment, inputs[batch])
         x = perturb(task, segment, inputs[batch], labels[batch], iteration)
         # A batch of one sample has no batch statistics: its norm layers stay in evaluation mode.
         torch.manual_seed(key(task.seed, "dropout", task.round, task.client, iteration))
         with segment.mode(training=len(batch) > 1):
-            loss = segment.losses(x, labels[batch], hyper.strong_convexity).mean()
+            return segment.losses(x, labels[batch], strong_convexity).mean()
+
+    return descend(task, segment, len(labels), loss_of)
+
+
+def descend(task: ClientTask, segment: Segment, samples: int, loss_of: Callable[[int, Tensor], Tensor]) -> float:
+    """Step down a loss, given by iteration and batch, with SGD; return its mean over the iterations.
+
+    It stops at the first loss that is not finite, and that is what is returned.
+    """
+    assert task.training is not None
+    hyper = task.training
+    optimiser = torch.optim.SGD(
+        segment.parameters(), lr=hyper.learning_rate, momentum=hyper.momentum, weight_decay=hyper.weight_decay
+    )
+    total = 0.0
+    for iteration, batch in enumerate(batches(samples, hyper.batch, hyper.iterations, task)):
+        loss = loss_of(iteration, batch)
         value = float(loss.detach())
         if not math.isfinite(value):
             return value

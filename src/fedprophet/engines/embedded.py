@@ -1,27 +1,29 @@
 """The embedded engine: every client runs in this process, one after the other."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
-from fedprophet.client.run import Client, Workspace, run_client
+from fedprophet.client.run import Client, run_client
 from fedprophet.client.task import ClientTask, ClientUpdate, Resources
+from fedprophet.client.workspace import Workspace
 from fedprophet.fleet.population import Population
 
 
 class EmbeddedEngine:
     """Clients are made when a task names them, so that those who take no part cost nothing.
 
-    `reserve` is R_min, the memory that even the poorest device keeps free for training.
+    There is one workspace for each architecture that tasks name; clients use it one after the other. `reserve` is
+    R_min, the memory that even the poorest device keeps free for training.
     """
 
-    def __init__(self, population: Population, workspace: Workspace, reserve: int) -> None:
+    def __init__(self, population: Population, workspaces: Mapping[str, Workspace], reserve: int) -> None:
         self._population = population
-        self._workspace = workspace
+        self._workspaces = workspaces
         self._reserve = reserve
 
     def map(self, tasks: Iterable[ClientTask]) -> Iterator[ClientUpdate]:
         """Run the tasks in the order given."""
         for task in tasks:
-            yield run_client(task, self._client(task.client), self._workspace)
+            yield run_client(task, self._client(task.client), self._workspaces[task.architecture])
 
     def _client(self, number: int) -> Client:
         def resources(round: int) -> Resources:

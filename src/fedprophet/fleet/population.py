@@ -30,8 +30,12 @@ class Population:
         availability: Availability | None = None,
         exponent: float = 0.0,
         validation: float = 0.2,
+        public: int = 0,
     ) -> None:
-        """Deal the training set; `exponent` weighs the devices, `validation` is each client's held-out part."""
+        """Deal the training set; `exponent` weighs the devices, `validation` is each client's held-out part.
+
+        `public` samples of the test set are the server's to train on, and leave it.
+        """
         device_probabilities(pool, exponent)  # a bad setting is found here, not in the middle of a round
         if not 0 <= validation < 1:
             raise ConfigError(f"the validation part of a shard must be at least 0 and below 1, not {validation}")
@@ -41,17 +45,14 @@ class Population:
         self.availability = availability or Availability()
         self._exponent = exponent
         self._validation = validation
+        order = numpy_generator(seed, "public set").permutation(len(dataset.test))
+        self._public, self._test = np.sort(order[:public]), np.sort(order[public:])
         self._shards = make_shards(dataset.train.labels, dataset.classes, clients, shards, seed)
 
     @property
     def size(self) -> int:
         """The number of clients, those without data included."""
         return len(self._shards)
-
-    @property
-    def total_samples(self) -> int:
-        """The number of samples that all clients own together."""
-        return len(self._shards.indices)
 
     @cached_property
     def eligible(self) -> npt.NDArray[np.int64]:
@@ -65,11 +66,10 @@ class Population:
         return len(self._shards.client(client))
 
     def client_data(self, client: int) -> ClientData:
-        """Return a client's own examples; for `SERVER` the held-out test set, with nothing to train on."""
+        """Return a client's own examples; for `SERVER` the public set, and the rest of the test set as held out."""
         if client == SERVER:
             test = self.dataset.test
-            nothing = np.arange(0, dtype=np.int64)
-            return ClientData(LocalExamples(test, nothing), LocalExamples(test, np.arange(len(test), dtype=np.int64)))
+            return ClientData(LocalExamples(test, self._public), LocalExamples(test, self._test))
         train, validation = split(self._shards.client(client), self.seed, client, self._validation)
         return ClientData(LocalExamples(self.dataset.train, train), LocalExamples(self.dataset.train, validation))
 

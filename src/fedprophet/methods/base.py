@@ -1,7 +1,7 @@
 """What a method is: a state, and a round that asks clients and returns the next state."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -24,6 +24,9 @@ from fedprophet.server.convergence import Best, StageRule
 from fedprophet.server.coordinator import Conversation, Record
 from fedprophet.threat import ThreatModel, input_threat
 
+NORM_LAYERS = "mean over the clients that have trained, weighted by shard size"
+"""Where the norm layers of an exported model come from, unless a method has better ones."""
+
 
 class Roster(Protocol):
     """Who could take part. The server knows ids, never data."""
@@ -35,8 +38,20 @@ class Roster(Protocol):
 
 
 @dataclass(frozen=True)
+class Architecture:
+    """A model that clients may train: its chain, and what training it costs."""
+
+    chain: Chain
+    cost: ChainCost
+
+
+@dataclass(frozen=True)
 class World:
-    """All that a method knows: the configuration, the model as a chain cut into modules, and who could take part."""
+    """All that a method knows: the configuration, the model as a chain cut into modules, and who could take part.
+
+    `family` has the other models that clients may train where a method lets them, from the smallest on, each under its
+    name; the last one is the run's own model.
+    """
 
     config: Config
     chain: Chain
@@ -44,6 +59,7 @@ class World:
     modules: tuple[Module, ...]
     roster: Roster
     frozen: ModuleStore = field(default_factory=ModuleStore)
+    family: Mapping[str, Architecture] = field(default_factory=dict)
 
     @property
     def stage_rule(self) -> StageRule:
@@ -79,25 +95,22 @@ class World:
         return self.roster.draw(round, clients, self.config.seed, purpose)
 
     def times(
-        self, tasks: Sequence[ClientTask], updates: Sequence[ClientUpdate], available: Mapping[int, Resources]
+        self,
+        tasks: Sequence[ClientTask],
+        updates: Sequence[ClientUpdate],
+        available: Mapping[int, Resources],
+        cost_of_task: Callable[[ClientTask], ChainCost] | None = None,
     ) -> dict[str, dict[str, float]]:
-        """Return the simulated seconds of each client that trained: computation, storage access and communication."""
+        """Return the simulated seconds of each client that trained, and the memory that its training takes.
+
+        Seconds are those of computation, storage access and communication. `cost_of_task` is for methods whose clients
+        train another model than the run's own.
+        """
         asked = {task.client: task for task in tasks}
         # An update that is dropped took its time too; one that does not even say how much it trained on has none.
         timed = [u for u in updates if 1 <= u.metrics.get("samples", 0) < math.inf]
-        return {str(u.client): self._seconds(asked[u.client], u, available[u.client]) for u in timed}
-
-    def _seconds(self, task: ClientTask, update: ClientUpdate, resources: Resources) -> dict[str, float]:
-        assert task.training is not None
-        return client_seconds(
-            workload_of(self.cost, task.first, task.last),
-            resources,
-            batch_sizes(int(update.metrics["samples"]), task.training.batch, task.training.iterations),
-            task.threat.steps if task.threat else 0,
-            draw_link(task.seed, task.round, task.client),
-            download_bytes=payload_bytes(task.parameters),
-            upload_bytes=payload_bytes(update.parameters),
-        )
+        costs = {u.client: cost_of_task(asked[u.client]) if cost_of_task else self.cost for u in timed}
+        return {str(u.client): _demand(costs[u.client], asked[u.client], u, available[u.client]) for u in timed}
 
     def timeline(self, round: int, best: Best | None, discarded: tuple[tuple[int, int], ...]) -> Timeline:
         """Return which versions of the clients' own layers count; a resume may go back as far as checkpoints do."""
@@ -134,21 +147,39 @@ class World:
         return heads
 
 
+def _demand(cost: ChainCost, task: ClientTask, update: ClientUpdate, resources: Resources) -> dict[str, float]:
+    assert task.training is not None
+    seconds = client_seconds(
+        workload_of(cost, task.first, task.last),
+        resources,
+        batch_sizes(int(update.metrics["samples"]), task.training.batch, task.training.iterations),
+        task.threat.steps if task.threat else 0,
+        draw_link(task.seed, task.round, task.client),
+        download_bytes=payload_bytes(task.parameters),
+        upload_bytes=payload_bytes(update.parameters) + payload_bytes(update.local),
+    )
+    return {**seconds, "memory_bytes": cost.memory(task.first, task.last)}
+
+
 def spare(reports: Sequence[ClientUpdate]) -> dict[int, Resources]:
     """Return what each client that reported can spare in this round."""
     return {report.client: report.resources for report in reports if report.resources is not None}
+
+
+def usable(tasks: Sequence[ClientTask], updates: Sequence[ClientUpdate], record: Record) -> list[ClientUpdate]:
+    """Return the updates that can be averaged, and note the others and the mean loss."""
+    found, dropped = sift(tasks, updates)
+    record["dropped"] = {str(client): reason for client, reason in dropped.items()}
+    record["loss"] = mean_metric(found, "loss") if found else None
+    return found
 
 
 def fold(
     current: Parameters, tasks: Sequence[ClientTask], updates: Sequence[ClientUpdate], record: Record
 ) -> Parameters | None:
     """Average what came back and note it; None where nothing that came back can be averaged."""
-    usable, dropped = sift(tasks, updates)
-    record["dropped"] = {str(client): reason for client, reason in dropped.items()}
-    record["loss"] = mean_metric(usable, "loss") if usable else None
-    if not usable:
-        return None
-    return partial_average(current, [(update.weight, update.parameters) for update in usable])
+    found = usable(tasks, updates, record)
+    return partial_average(current, [(update.weight, update.parameters) for update in found]) if found else None
 
 
 def named(parameters: Parameters, names: Iterable[str]) -> dict[str, torch.Tensor]:
@@ -170,9 +201,14 @@ S = TypeVar("S", bound=MethodState)
 
 
 class Method(Protocol[S]):
-    """One algorithm. It is made for a world, starts with `initial`, and each `round` leads from a state to the next."""
+    """One algorithm. It is made for a world, starts with `initial`, and each `round` leads from a state to the next.
+
+    `exported` is the one model that everybody can load: all its tensors, given the clients' own layers in the mean.
+    `norm_layers` says where its norm layers come from.
+    """
 
     state: type[S]
+    norm_layers: str
 
     def __init__(self, world: World) -> None: ...
 
@@ -184,7 +220,7 @@ class Method(Protocol[S]):
 
     def timeline(self, state: S) -> Timeline: ...
 
-    def model(self, state: S) -> Parameters: ...
+    def exported(self, state: S, local: Parameters) -> Parameters: ...
 
     def evaluation_task(self, state: S, client: int, threat: ThreatModel | None) -> ClientTask: ...
 

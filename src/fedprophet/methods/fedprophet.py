@@ -7,7 +7,7 @@ from typing import Any
 
 from fedprophet.client.task import ClientTask, ClientUpdate, FrozenModule, TaskKind, Timeline
 from fedprophet.errors import TrainingError
-from fedprophet.methods.base import World, fold, named, spare
+from fedprophet.methods.base import NORM_LAYERS, World, fold, named, spare
 from fedprophet.server.accuracy import Accuracy, personalised
 from fedprophet.server.aggregate import Parameters, mean_metric
 from fedprophet.server.assignment import assign
@@ -58,6 +58,7 @@ class FedProphet:
     """Train module after module; between rounds nothing is kept here, all of it is in the state."""
 
     state = CascadeState
+    norm_layers = NORM_LAYERS
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -77,9 +78,9 @@ class FedProphet:
         """Whether every module is fixed."""
         return state.stage == len(self.world.modules)
 
-    def model(self, state: CascadeState) -> Parameters:
-        """Return the shared parameters of the whole model."""
-        return state.model
+    def exported(self, state: CascadeState, local: Parameters) -> Parameters:
+        """Return the whole model, with averaged norm layers."""
+        return {**local, **state.model}
 
     def timeline(self, state: CascadeState) -> Timeline:
         """Return which versions of the clients' own layers count."""

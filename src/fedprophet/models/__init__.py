@@ -32,7 +32,15 @@ MODELS: Mapping[str, ModelEntry] = {
     "vgg11": ModelEntry(partial(build_vgg, "vgg11"), "VGG11 with batch norm, images from 32×32; 8 convolutions"),
     "vgg13": ModelEntry(partial(build_vgg, "vgg13"), "VGG13 with batch norm, images from 32×32; 10 convolutions"),
     "vgg16": ModelEntry(partial(build_vgg, "vgg16"), "VGG16 with batch norm, images from 32×32; 13 convolutions"),
-    "vgg-small": ModelEntry(build_vgg_small, "small VGG, images from 4×4, made for 8×8 digits; 7 convolutions"),
+    "vgg-small": ModelEntry(
+        partial(build_vgg_small, "vgg-small"), "small VGG, images from 4×4, made for 8×8 digits; 7 convolutions"
+    ),
+    "vgg-small-5": ModelEntry(
+        partial(build_vgg_small, "vgg-small-5"), "the first 5 convolutions of vgg-small (a baseline's middle model)"
+    ),
+    "vgg-small-3": ModelEntry(
+        partial(build_vgg_small, "vgg-small-3"), "3 convolutions, images from 4×4 (a baseline's smallest model)"
+    ),
     "resnet10": ModelEntry(partial(build_resnet, "resnet10"), "ResNet of 4 basic blocks, images from 8×8"),
     "resnet18": ModelEntry(partial(build_resnet, "resnet18"), "ResNet18, images from 8×8; 8 basic blocks"),
     "resnet34": ModelEntry(partial(build_resnet, "resnet34"), "ResNet34, images from 8×8; 16 basic blocks"),
@@ -42,6 +50,24 @@ MODELS: Mapping[str, ModelEntry] = {
     ),
     "vit": ModelEntry(build_vit, "vision transformer: ViT-B/16 for large images, 6 blocks of width 192 for small ones"),
 }
+
+FAMILIES: tuple[tuple[str, ...], ...] = (
+    ("cnn3", "vgg11", "vgg13", "vgg16"),
+    ("cnn4", "resnet10", "resnet18", "resnet34"),
+    ("vgg-small-3", "vgg-small-5", "vgg-small"),
+)
+"""Models that the knowledge-distillation baselines train side by side, smallest first."""
+
+
+def family_of(name: str) -> tuple[str, ...]:
+    """Return the models that clients may train where `name` is the largest: its family up to and including it."""
+    for family in FAMILIES:
+        if name in family:
+            return family[: family.index(name) + 1]
+    raise ModelError(
+        f"model {name} belongs to no family of models that clients of different memory may train. "
+        f"Set distillation.family to a list of models, smallest first, that ends with {name}"
+    )
 
 
 def build(name: str, input_shape: tuple[int, ...], classes: int, **options: object) -> nn.Module:

@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from fedprophet.models.checks import check_least_side
+from fedprophet.models.checks import check_least_side, check_positive
 from fedprophet.models.initialize import initialize
 
 
@@ -20,27 +20,29 @@ class CNN(nn.Module):
         return scores
 
 
-def build_cnn3(input_shape: tuple[int, int, int], classes: int) -> nn.Module:
+def build_cnn3(input_shape: tuple[int, int, int], classes: int, *, width: int = 64) -> nn.Module:
     """Build two 3×3 convolutions, the second with stride 2, and one linear layer."""
     check_least_side("cnn3", input_shape, 3, "two positions are left to pool")
+    check_positive("cnn3", width=width)
     features = nn.Sequential(
-        *_convolution(input_shape[0], 64, kernel=3, stride=1),
-        *_convolution(64, 128, kernel=3, stride=2),
+        *_convolution(input_shape[0], width, kernel=3, stride=1),
+        *_convolution(width, 2 * width, kernel=3, stride=2),
         nn.AdaptiveMaxPool2d(2),
     )
-    return CNN(features, nn.Sequential(nn.Linear(512, classes)))
+    return CNN(features, nn.Sequential(nn.Linear(8 * width, classes)))
 
 
-def build_cnn4(input_shape: tuple[int, int, int], classes: int) -> nn.Module:
+def build_cnn4(input_shape: tuple[int, int, int], classes: int, *, width: int = 64) -> nn.Module:
     """Build two 7×7 convolutions with stride 2 and two linear layers."""
     check_least_side("cnn4", input_shape, 49, "seven positions are left to pool")
+    check_positive("cnn4", width=width)
     features = nn.Sequential(
-        *_convolution(input_shape[0], 64, kernel=7, stride=2),
+        *_convolution(input_shape[0], width, kernel=7, stride=2),
         nn.MaxPool2d(2),
-        *_convolution(64, 128, kernel=7, stride=2),
+        *_convolution(width, 2 * width, kernel=7, stride=2),
         nn.AdaptiveMaxPool2d(7),
     )
-    classifier = nn.Sequential(nn.Linear(6272, 512), nn.ReLU(inplace=True), nn.Linear(512, classes))
+    classifier = nn.Sequential(nn.Linear(98 * width, 8 * width), nn.ReLU(inplace=True), nn.Linear(8 * width, classes))
     return CNN(features, classifier)
 
 

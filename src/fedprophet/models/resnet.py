@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from fedprophet.models.checks import check_least_side, is_small
+from fedprophet.models.checks import check_least_side, check_positive, is_small
 from fedprophet.models.initialize import initialize
 
 BLOCKS: dict[str, tuple[int, int, int, int]] = {
@@ -38,19 +38,19 @@ class BasicBlock(nn.Module):
 class ResNet(nn.Module):
     """A stem, four layers of blocks, an average pool and one linear layer."""
 
-    def __init__(self, channels: int, blocks: tuple[int, int, int, int], classes: int, small: bool) -> None:
+    def __init__(self, channels: int, blocks: tuple[int, int, int, int], classes: int, small: bool, width: int) -> None:
         super().__init__()
         kernel, stride = (3, 1) if small else (7, 2)
-        self.conv1 = nn.Conv2d(channels, 64, kernel, stride=stride, padding=kernel // 2, bias=False)
-        self.bn1 = nn.BatchNorm2d(64)
+        self.conv1 = nn.Conv2d(channels, width, kernel, stride=stride, padding=kernel // 2, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
         self.relu = nn.ReLU(inplace=True)
         self.maxpool = nn.Identity() if small else nn.MaxPool2d(3, stride=2, padding=1)
-        self.layer1 = _layer(64, 64, blocks[0], 1)
-        self.layer2 = _layer(64, 128, blocks[1], 2)
-        self.layer3 = _layer(128, 256, blocks[2], 2)
-        self.layer4 = _layer(256, 512, blocks[3], 2)
+        self.layer1 = _layer(width, width, blocks[0], 1)
+        self.layer2 = _layer(width, 2 * width, blocks[1], 2)
+        self.layer3 = _layer(2 * width, 4 * width, blocks[2], 2)
+        self.layer4 = _layer(4 * width, 8 * width, blocks[3], 2)
         self.avgpool = nn.AdaptiveAvgPool2d(1)
-        self.fc = nn.Linear(512, classes)
+        self.fc = nn.Linear(8 * width, classes)
         initialize(self)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -60,10 +60,11 @@ class ResNet(nn.Module):
         return scores
 
 
-def build_resnet(name: str, input_shape: tuple[int, int, int], classes: int) -> nn.Module:
-    """Build resnet10, 18 or 34; images up to 64 pixels get a 3×3 stem without a pool."""
+def build_resnet(name: str, input_shape: tuple[int, int, int], classes: int, *, width: int = 64) -> nn.Module:
+    """Build resnet10, 18 or 34, its stem `width` wide; images up to 64 pixels get a 3×3 stem without a pool."""
     check_least_side(name, input_shape, 8, "it halves them three times")
-    return ResNet(input_shape[0], BLOCKS[name], classes, is_small(input_shape))
+    check_positive(name, width=width)
+    return ResNet(input_shape[0], BLOCKS[name], classes, is_small(input_shape), width)
 
 
 def _layer(channels: int, width: int, blocks: int, stride: int) -> nn.Sequential:

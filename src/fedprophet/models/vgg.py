@@ -15,6 +15,15 @@ WIDTHS: dict[str, tuple[int, ...]] = {
     "vgg13": (64, 64, POOL, 128, 128, POOL, 256, 256, POOL, 512, 512, POOL, 512, 512, POOL),
     "vgg16": (64, 64, POOL, 128, 128, POOL, 256, 256, 256, POOL, 512, 512, 512, POOL, 512, 512, 512, POOL),
 }
+"""As published, which is with a first convolution of 64 channels."""
+
+SMALL_WIDTHS: dict[str, tuple[float, ...]] = {
+    "vgg-small-3": (1, POOL, 2, POOL, 4),
+    "vgg-small-5": (1, 1.5, POOL, 2, 4, POOL, 4),
+    # Balanced for 8×8 images: no atom needs more than a quarter of the memory of the whole model (batches of 16 to 64).
+    "vgg-small": (1, 1.5, POOL, 2, 4, POOL, 4, 4, 4),
+}
+"""In multiples of the first convolution's width, rounded down."""
 
 
 class VGG(nn.Module):
@@ -33,14 +42,20 @@ class VGG(nn.Module):
         return scores
 
 
-def build_vgg(name: str, input_shape: tuple[int, int, int], classes: int, *, dropout: float = 0.5) -> nn.Module:
-    """Build vgg11, vgg13 or vgg16: as published, but with a small classifier for images up to 64 pixels."""
+def build_vgg(
+    name: str, input_shape: tuple[int, int, int], classes: int, *, dropout: float = 0.5, width: int = 64
+) -> nn.Module:
+    """Build vgg11, vgg13 or vgg16: as published, but with a small classifier for images up to 64 pixels.
+
+    The first convolution has `width` channels and everything else goes with it, the classifier included.
+    """
     check_least_side(name, input_shape, 32, "it halves them five times")
     check_fraction(name, dropout=dropout)
+    check_positive(name, width=width)
     small = is_small(input_shape)
-    pooled, hidden = (1, 512) if small else (7, 4096)
+    pooled, hidden = (1, 8 * width) if small else (7, 64 * width)
     classifier = nn.Sequential(
-        nn.Linear(512 * pooled * pooled, hidden),
+        nn.Linear(8 * width * pooled * pooled, hidden),
         nn.ReLU(inplace=True),
         nn.Dropout(dropout),
         nn.Linear(hidden, hidden),
@@ -48,15 +63,15 @@ def build_vgg(name: str, input_shape: tuple[int, int, int], classes: int, *, dro
         nn.Dropout(dropout),
         nn.Linear(hidden, classes),
     )
-    return VGG(convolutions(input_shape[0], WIDTHS[name]), nn.AdaptiveAvgPool2d(pooled), classifier)
+    widths = [channels // 64 * width for channels in WIDTHS[name]]
+    return VGG(convolutions(input_shape[0], widths), nn.AdaptiveAvgPool2d(pooled), classifier)
 
 
-def build_vgg_small(input_shape: tuple[int, int, int], classes: int, *, width: int = 16) -> nn.Module:
-    """Build a VGG for images from 4×4 pixels: seven convolutions, two pools and one linear layer."""
-    check_least_side("vgg-small", input_shape, 4, "it halves them twice")
-    check_positive("vgg-small", width=width)
-    # Balanced for 8×8 images: no atom needs more than a quarter of the memory of the whole model (batches of 16 to 64).
-    widths = (width, 3 * width // 2, POOL, 2 * width, 4 * width, POOL, 4 * width, 4 * width, 4 * width)
+def build_vgg_small(name: str, input_shape: tuple[int, int, int], classes: int, *, width: int = 16) -> nn.Module:
+    """Build a VGG for images from 4×4 pixels: three, five or seven convolutions, two pools and one linear layer."""
+    check_least_side(name, input_shape, 4, "it halves them twice")
+    check_positive(name, width=width)
+    widths = [int(multiple * width) for multiple in SMALL_WIDTHS[name]]
     classifier = nn.Sequential(nn.Linear(4 * width, classes))
     return VGG(convolutions(input_shape[0], widths), nn.AdaptiveAvgPool2d(1), classifier)
 

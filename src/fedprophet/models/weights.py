@@ -145,16 +145,18 @@ def _plan(model: nn.Module, shapes: Mapping[str, Shape], source: str) -> dict[st
     if positions is not None:  # the file's `features.10` need not be ours
         places = {name: found for name, found in places.items() if name in positions or not _is_feature(name)}
     unfit = {name for name, found in places.items() if found in shapes and shapes[found] != wanted[name]}
-    for name in sorted(unfit):
-        if name.partition(".")[0] not in CLASSIFIERS and positions is None:
-            raise ModelError(
-                f"tensor {name} has shape {_shown(shapes[places[name]])} in {source} but {_shown(wanted[name])} in the "
-                "model: the weights are of another architecture, or for images of another size"
-            )
     # A layer is loaded as a whole or not at all.
     spoilt = {name.rpartition(".")[0] for name in unfit}
     plan = {n: found for n, found in places.items() if found in shapes and n.rpartition(".")[0] not in spoilt}
-    if not any(not name.endswith(_COUNTER) for name in plan):
+    nothing = all(name.endswith(_COUNTER) for name in plan)
+    for name in sorted(unfit):
+        # Another VGG may differ in some layers, but one that differs in all has another width.
+        if name.partition(".")[0] not in CLASSIFIERS and (positions is None or nothing):
+            raise ModelError(
+                f"tensor {name} has shape {_shown(shapes[places[name]])} in {source} but {_shown(wanted[name])} in the "
+                "model: the weights are of another architecture or width, or for images of another size"
+            )
+    if nothing:
         raise ModelError(
             f"{source} has nothing in common with the model: it holds {_first(shapes)}, and the model {_first(wanted)}"
         )

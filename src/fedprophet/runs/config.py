@@ -25,6 +25,8 @@ from fedprophet.runs.toml import shown, toml_value
 from fedprophet.sizes import parse_budget
 
 DEFAULT_PRESET = "digits"
+PER_METHOD = "methods"
+"""The table that holds a table for each method; a resolved configuration has none."""
 _RATIO = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*/\s*([0-9]+(?:\.[0-9]+)?)\s*")
 _SHARE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
 
@@ -44,6 +46,13 @@ def _check_rounds(value: int | str) -> int | str:
     share = _share(value) if isinstance(value, str) else Fraction(0)
     if share is None or share >= 1 or (isinstance(value, int) and value < 0):
         raise ValueError("not a number of rounds")
+    return value
+
+
+def _check_samples(value: int | str) -> int | str:
+    share = _share(value) if isinstance(value, str) else None
+    if not (0 < share < 1 if share is not None else isinstance(value, int) and value >= 1):
+        raise ValueError("not a number of samples")
     return value
 
 
@@ -68,6 +77,11 @@ Rounds = Annotated[
     AfterValidator(_check_rounds),
     Allowed("integer or text", 'a whole number of at least 0, or a share of `rounds` below 100 %, such as "20%"'),
 ]
+Samples = Annotated[
+    int | str,
+    AfterValidator(_check_samples),
+    Allowed("integer or text", 'a whole number of at least 1, or a share above 0 and below 100 %, such as "50%"'),
+]
 Budget = Annotated[
     int | str,
     AfterValidator(_check_budget),
@@ -78,6 +92,7 @@ Options = Annotated[
     AfterValidator(_check_options),
     Allowed("table", "a table of numbers, texts, true/false, lists and tables"),
 ]
+Names = Annotated[list[str], Allowed("list", 'a list of names, such as ["vgg11", "vgg16"]')]
 Clients = Literal["all"] | Annotated[int, Field(ge=1)]
 
 
@@ -259,6 +274,9 @@ class EvaluateSection(Section):
     every: int = Field(default=1, ge=1, description="Rounds from one evaluation to the next.")
     steps: int = Field(default=20, ge=1, description="PGD steps of the attack that is evaluated.")
     clients: Clients = Field(default="all", description="Clients that evaluate.")
+    test_samples: int = Field(
+        default=0, ge=0, description="Samples of the test set that the global accuracy is measured on; 0: all."
+    )
     batch: int = Field(
         default=0,
         ge=0,
@@ -271,6 +289,32 @@ class MeasureSection(Section):
 
     steps: int = Field(default=10, ge=1, description="PGD steps of the attack that maximises ‖Δz‖.")
     clients: Clients = Field(default="all", description="Clients that measure.")
+
+
+class DistillationSection(Section):
+    """Knowledge distillation on a public set (feddf and fedet)."""
+
+    family: Names = Field(
+        default_factory=list,
+        description="Models that clients may train, smallest first; the last is model.name; []: the family of "
+        "model.name.",
+    )
+    public: Samples = Field(
+        default="50%",
+        description="Samples of the test set that become the public set; they are left out of the global accuracy.",
+    )
+    iterations: int = Field(default=128, ge=1, description="SGD iterations of distillation in a round.")
+    diversity: float = Field(
+        default=0.05, ge=0, description="fedet: weight of the KL term to the models that disagree."
+    )
+
+
+class PropagationSection(Section):
+    """Propagation of adversarial norm statistics (fedrbn)."""
+
+    temperature: float = Field(
+        default=0.01, gt=0, description="Temperature of the softmax over the clients' similarities."
+    )
 
 
 class CheckpointSection(Section):
@@ -304,6 +348,8 @@ class Config(Section):
     convergence: ConvergenceSection = ConvergenceSection()
     evaluate: EvaluateSection = EvaluateSection()
     measure: MeasureSection = MeasureSection()
+    distillation: DistillationSection = DistillationSection()
+    propagation: PropagationSection = PropagationSection()
     checkpoint: CheckpointSection = CheckpointSection()
 
     @property
@@ -320,6 +366,19 @@ class Config(Section):
     def patience_rounds(self) -> int:
         """Age of the best score, in rounds, that ends a stage; at least until the next evaluation could beat it."""
         return max(self.evaluate.every, self._rounds(self.convergence.patience))
+
+    def public_samples(self, test: int) -> int:
+        """How many of the `test` samples become the public set: at least one, and at least one stays."""
+        value = self.distillation.public
+        share = _share(value) if isinstance(value, str) else None
+        samples = int(value) if share is None else math.floor(share * test)
+        if samples >= test:
+            text = f"larger than what is held out: the test set has {test} samples, and one at least must stay in it"
+            raise ConfigError(f"distillation.public: {samples} samples are {text}. Set it to at most {test - 1}")
+        if samples < 1:
+            text = f"{value} of {test} test samples is less than one sample. Set it to a number of samples"
+            raise ConfigError(f"distillation.public: {text}")
+        return samples
 
     def _rounds(self, value: int | str) -> int:
         share = _share(value) if isinstance(value, str) else None
@@ -374,20 +433,76 @@ PRESETS: Mapping[str, str] = MappingProxyType({n: _first_comment(t) for n, t in 
 def load_config(source: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
     """Return the configuration of a preset's name or a TOML file's path, with "key.sub=value" overrides on top."""
     data, place = _read(source)
-    changed = []
-    for text in overrides:
-        path, value = _parse_override(text)
+    changes = [_parse_override(text) for text in overrides]
+    chosen = [value for path, value in changes if path == ("method",)]
+    data = _for_method(data, place, *chosen[-1:])
+    for path, value in changes:
         _assign(data, path, value)
-        changed.append(".".join(path))
-    return parse_config(data, place, changed)
+    return _validated(data, place, [".".join(path) for path, _ in changes])
 
 
-def parse_config(data: Mapping[str, Any], place: str = "", overridden: Collection[str] = ()) -> Config:
-    """Return the configuration in a nested table; `place` and `overridden` say in errors where a value came from."""
+def parse_config(data: Mapping[str, Any], place: str = "") -> Config:
+    """Return the configuration in a nested table; `place` says in errors where it came from."""
+    return _validated(_for_method(data, place), place)
+
+
+def _validated(data: Mapping[str, Any], place: str, overridden: Collection[str] = ()) -> Config:
     try:
         return Config.model_validate(dict(data))
     except ValidationError as error:
         raise ConfigError("\n".join(explain(error, Config, data, place, overridden))) from None
+
+
+def _for_method(data: Mapping[str, Any], place: str, method: object = None) -> dict[str, Any]:
+    """Return a table without its `methods`, of which the run's method's is laid over the rest."""
+    rest = {key: value for key, value in data.items() if key != PER_METHOD}
+    if PER_METHOD not in data:
+        return rest
+    problems = list(_unfit(data[PER_METHOD], place))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    chosen = rest.get("method", Config().method) if method is None else method
+    return _laid_over(rest, data[PER_METHOD].get(chosen, {}) if isinstance(chosen, str) else {})
+
+
+def _unfit(tables: object, place: str) -> Iterator[str]:
+    """Yield a line for everything in the methods' tables that cannot be: a mistake shows whichever method is run."""
+    from fedprophet.methods import METHODS  # the methods are configured by this module
+
+    origin = f" ({place})" if place else ""
+    if not isinstance(tables, Mapping):
+        yield misfit(PER_METHOD, tables, f"a table for each method, such as [{PER_METHOD}.jfat]", origin)
+        return
+    for name, table in tables.items():
+        where = f"{PER_METHOD}.{name}"
+        if name not in METHODS:
+            yield f"{PER_METHOD}{origin}: {unknown('method', name, METHODS)}"
+        elif not isinstance(table, Mapping):
+            yield misfit(where, table, "a table", origin)
+        elif "method" in table:
+            yield misfit(f"{where}.method", table["method"], "every key but this one: the table's name is it", origin)
+        else:
+            yield from _unfit_keys(table, ", ".join(filter(None, (place, f"[{where}]"))))
+
+
+def _unfit_keys(table: Mapping[str, Any], place: str) -> Iterator[str]:
+    try:
+        Config.model_validate(dict(table))
+    except ValidationError as error:
+        # Keys that exclude each other are for the configuration as a whole: here they would meet mere defaults.
+        if any(problem["loc"] for problem in error.errors(include_url=False)):
+            yield from explain(error, Config, table, place, ())
+
+
+def _laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a nested table with the values of both, those above where both have one."""
+    result = dict(below)
+    for key, value in above.items():
+        under = result.get(key)
+        result[key] = (
+            _laid_over(under if isinstance(under, Mapping) else {}, value) if isinstance(value, Mapping) else value
+        )
+    return result
 
 
 def _read(source: str | Path | None) -> tuple[dict[str, Any], str]:
@@ -458,7 +573,20 @@ A run is configured by a preset's name or a TOML file, and by `--set KEY=VALUE`,
     fedprophet train mine.toml
 
 A key that a file leaves out has the default below. A value after `--set` is read as TOML; one that is not TOML is taken
-as a text, so that names need no quotes. Presets:
+as a text, so that names need no quotes.
+
+A file may hold settings of a single method, such as the rounds of a baseline. They are laid over the rest when the run
+is of that method, and `--set` wins over both:
+
+    rounds = 500
+
+    [methods.heterofl]
+    rounds = 1000
+
+    [methods.heterofl.train]
+    learning_rate = 0.01
+
+`fedprophet config show FILE --method heterofl` prints what comes out. Presets:
 
 """
 

@@ -334,7 +334,7 @@ def write_model(run: Run, path: Path) -> None:
         "classes": str(dataset.classes),
         "normalize_mean": json.dumps(dataset.mean),
         "normalize_std": json.dumps(dataset.std),
-        "norm_layers": "mean over the clients that have trained, weighted by shard size",
+        "norm_layers": session.method.norm_layers,
         "rounds": str(run.state.round),
     }
     tensors = {name: value.contiguous() for name, value in exported_model(session, run.state, session.engine).items()}

@@ -16,7 +16,8 @@ from fedprophet.cascade.cost import ChainCost, cost_of
 from fedprophet.cascade.partition import partition
 from fedprophet.client.features import FeatureCache
 from fedprophet.client.modules import ModuleStore
-from fedprophet.client.run import Workspace
+from fedprophet.client.task import BACKBONE
+from fedprophet.client.workspace import Workspace
 from fedprophet.data.dataset import Dataset
 from fedprophet.data.shards import ShardSettings
 from fedprophet.engines.embedded import EmbeddedEngine
@@ -25,7 +26,7 @@ from fedprophet.fleet.availability import Availability
 from fedprophet.fleet.device import load_pool
 from fedprophet.fleet.population import Population
 from fedprophet.methods import find_method
-from fedprophet.methods.base import Method, World
+from fedprophet.methods.base import Architecture, Method, World
 from fedprophet.models.normalize import Normalize
 from fedprophet.models.weights import load_weights
 from fedprophet.randomness import global_rng
@@ -67,7 +68,7 @@ def assemble(
         method = find_method(config.method)
     torch.set_num_threads(config.threads or torch.get_num_threads())
     dataset = _dataset(config, dataset)
-    population = _population(config, dataset)
+    population = _population(config, dataset, method.distills)
     chain, notes = _chain(config, dataset, model)
     cost = _cost(config, chain, dataset)
     budget = parse_budget(config.memory.budget, cost.total_memory)
@@ -76,9 +77,13 @@ def assemble(
     layers = ClientStore(clients, LAYERS_MEMORY)
     features = FeatureCache(CACHE_MEMORY, CACHE_DISK)
     frozen = ModuleStore()
-    world = World(config, chain, cost, modules, population, frozen)
-    workspace = Workspace(chain, dataset.classes, frozen, layers, features)
-    engine = EmbeddedEngine(population, workspace, budget)
+    family, family_notes = _family(config, dataset, Architecture(chain, cost)) if method.distills else ({}, ())
+    world = World(config, chain, cost, modules, population, frozen, family)
+    workspaces = {
+        name: Workspace(member, dataset.shape, dataset.classes, frozen, layers, features)
+        for name, member in {BACKBONE: chain, **{name: member.chain for name, member in family.items()}}.items()
+    }
+    engine = EmbeddedEngine(population, workspaces, budget)
     return Session(
         config=config,
         dataset=dataset,
@@ -88,9 +93,9 @@ def assemble(
         engine=engine,
         layers=layers,
         features=features,
-        initial_local=workspace.initial,
+        initial_local=workspaces[BACKBONE].initial,
         budget=budget,
-        notes=notes,
+        notes=(*notes, *family_notes),
     )
 
 
@@ -109,7 +114,7 @@ def _dataset(config: Config, given: Dataset | None) -> Dataset:
     )
 
 
-def _population(config: Config, dataset: Dataset) -> Population:
+def _population(config: Config, dataset: Dataset, distills: bool) -> Population:
     shards, fleet = config.shards, config.fleet
     with _about("fleet.pool"):
         pool = load_pool(fleet.pool)
@@ -122,6 +127,7 @@ def _population(config: Config, dataset: Dataset) -> Population:
         availability=Availability(fleet.performance, fleet.performance_floor, fleet.memory_share),
         exponent=fleet.exponent,
         validation=config.data.validation,
+        public=config.public_samples(len(dataset.test)) if distills else 0,
     )
 
 
@@ -142,6 +148,36 @@ def _chain(config: Config, dataset: Dataset, given: nn.Module | Chain | None) ->
         with _about("model.weights"):
             notes = (load_weights(model, config.model.weights, config.model.name).summary(),)
     return chain_of(model, normalize), notes
+
+
+def _family(
+    config: Config, dataset: Dataset, backbone: Architecture
+) -> tuple[dict[str, Architecture], tuple[str, ...]]:
+    """Return the models that clients of little memory train instead, smallest first, the run's own one last."""
+    name = config.model.name
+    with _about("distillation.family"):
+        names = tuple(config.distillation.family) or models.family_of(name)
+    if names[-1] != name:
+        raise ConfigError(f"distillation.family: it must end with model.name = {name!r}, and ends with {names[-1]!r}")
+    family, notes = {}, []
+    for member in names[:-1]:
+        with _about("distillation.family"):
+            model = _build(config, member, dataset.shape, dataset.classes)
+        # A member of another kind, such as a plain CNN beside VGGs, has nothing in common with the weights.
+        if config.model.weights and isinstance(model, type(backbone.chain.model)):
+            with _about("model.weights"):
+                notes.append(f"{member}: {load_weights(model, config.model.weights, name).summary()}")
+        chain = chain_of(model, Normalize(dataset.mean, dataset.std))
+        family[member] = Architecture(chain, _cost(config, chain, dataset))
+    return {**family, BACKBONE: backbone}, tuple(notes)
+
+
+def _build(config: Config, name: str, shape: tuple[int, ...], classes: int) -> nn.Module:
+    """Return a member of the family, with those of the run's model options that it has too."""
+    known = models.MODELS[name].options if name in models.MODELS else ()
+    options = {option: value for option, value in config.model.options.items() if option in known}
+    with global_rng(config.seed, f"model {name}"):
+        return models.build(name, shape, classes, **options)
 
 
 def _handed_over(what: str) -> str:

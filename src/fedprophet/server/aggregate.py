@@ -20,12 +20,15 @@ def partial_average(current: Parameters, updates: Iterable[tuple[float, Paramete
     """
     sums: dict[str, Tensor] = {}
     weights: dict[str, float] = {}
+    types: dict[str, torch.dtype] = {}
     for weight, parameters in updates:
         for name, value in parameters.items():
             term = value.detach().to(torch.float64) * weight
             sums[name] = sums[name] + term if name in sums else term
             weights[name] = weights.get(name, 0.0) + weight
-    averaged = {name: (total / weights[name]).to(current[name].dtype) for name, total in sums.items()}
+            types.setdefault(name, current.get(name, value).dtype)
+    # What nobody has yet (statistics that only some clients keep) comes in as it was sent.
+    averaged = {name: (total / weights[name]).to(types[name]) for name, total in sums.items()}
     return {**current, **averaged}
 
 
@@ -47,6 +50,7 @@ def fault(task: ClientTask, update: ClientUpdate) -> str | None:
     for name, value in update.parameters.items():
         if value.shape != task.parameters[name].shape:
             return f"{name} has shape {tuple(value.shape)} instead of {tuple(task.parameters[name].shape)}"
+    for name, value in (*update.parameters.items(), *update.local.items()):
         if not bool(torch.isfinite(value).all()):
             return f"{name} is not finite"
     return None

@@ -22,7 +22,7 @@ def hold(conversation: Conversation[State], engine: Engine) -> tuple[State, Reco
     try:
         tasks = next(conversation)
         while True:
-            answers = sorted(engine.map(tasks), key=lambda update: update.client)
+            answers = sorted(engine.map(tasks), key=lambda update: (update.client, update.number))
             tasks = conversation.send(answers)
     except StopIteration as end:
         state, record = end.value

@@ -1,0 +1,40 @@
+"""Knowledge distillation on public samples: what a model predicts there, and learning from others' predictions."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedprophet.client.segment import Segment
+from fedprophet.client.task import ClientTask
+from fedprophet.client.trainer import descend
+from fedprophet.data.dataset import LocalExamples
+from fedprophet.randomness import key
+
+
+def predict(task: ClientTask, segment: Segment, examples: LocalExamples) -> Tensor:
+    """Return the class scores of every sample."""
+    with torch.no_grad(), segment.mode(training=False):
+        parts = torch.split(torch.arange(len(examples)), task.batch)
+        return torch.cat([segment.logits(examples.fetch(part)) for part in parts])
+
+
+def distill(task: ClientTask, segment: Segment, examples: LocalExamples) -> float:
+    """Train the segment in place on the task's targets; return the mean loss of the iterations."""
+
+    def loss_of(iteration: int, batch: Tensor) -> Tensor:
+        torch.manual_seed(key(task.seed, "dropout", task.round, task.client, task.number, iteration))
+        with segment.mode(training=len(batch) > 1):
+            logits = segment.logits(examples.fetch(batch))
+        return distillation_losses(logits, {name: value[batch] for name, value in task.targets.items()}).mean()
+
+    return descend(task, segment, len(examples), loss_of)
+
+
+def distillation_losses(logits: Tensor, targets: dict[str, Tensor]) -> Tensor:
+    """Return each loss: weight · KL(probabilities ‖ softmax(logits)), plus CE(label) where labels are given."""
+    log_softmax = F.log_softmax(logits, dim=1)
+    divergence = F.kl_div(log_softmax, targets["probabilities"], reduction="none").sum(dim=1)
+    losses = targets["weights"] * divergence
+    if "labels" in targets:
+        losses = losses + F.nll_loss(log_softmax, targets["labels"], reduction="none")
+    return losses

@@ -1,0 +1,54 @@
+"""Two sets of norm statistics that share one affine transformation: for clean and for attacked inputs (FedRBN)."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from fedprophet.cascade.atoms import Chain
+from fedprophet.client.segment import Segment
+
+ADVERSARIAL = "adversarial."
+"""A client keeps its adversarial statistics beside the others, under names that begin with this."""
+_STATISTICS = ("running_mean", "running_var")
+
+
+def statistics_names(chain: Chain) -> tuple[str, ...]:
+    """Return the names of the statistics that norm layers keep: running means and variances."""
+    return tuple(name for name in chain.local() if name.rpartition(".")[2] in _STATISTICS)
+
+
+class TwoSets:
+    """A chain that holds a client's adversarial statistics, with the clean ones beside it.
+
+    A client that has no adversarial statistics yet begins with its clean ones.
+    """
+
+    def __init__(self, chain: Chain, own: Mapping[str, Tensor]) -> None:
+        """Take the clean statistics that are loaded into the chain aside, and load the adversarial ones."""
+        self._chain = chain
+        self._names = statistics_names(chain)
+        self._aside = self._live()
+        chain.load({name: own[ADVERSARIAL + name] for name in self._names if ADVERSARIAL + name in own})
+
+    def observe(self, segment: Segment, x: Tensor) -> None:
+        """Update the clean statistics on a clean batch; a single sample has no batch statistics."""
+        if len(x) < 2:
+            return
+        self._swap()
+        with torch.no_grad(), segment.mode(training=True):
+            segment.features(x)
+        self._swap()
+
+    def kept(self) -> dict[str, Tensor]:
+        """Return both sets under the names that a client stores them with."""
+        return {**self._aside, **{ADVERSARIAL + name: value for name, value in self._live().items()}}
+
+    def _swap(self) -> None:
+        live = self._live()
+        self._chain.load(self._aside)
+        self._aside = live
+
+    def _live(self) -> dict[str, Tensor]:
+        tensors = self._chain.tensors
+        return {name: tensors[name].detach().clone() for name in self._names}

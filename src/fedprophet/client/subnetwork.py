@@ -1,0 +1,47 @@
+"""A client's sub-network: a workspace that really has the kept channels alone, for partial training."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fedprophet.cascade.channels import Channels, Kept
+from fedprophet.cascade.narrow import merge_local, narrow_chain, slice_state
+from fedprophet.client.task import Timeline
+from fedprophet.client.workspace import LocalLayers, Workspace
+
+
+@dataclass(frozen=True)
+class NarrowLayers:
+    """The own layers of a client's full model, seen through a sub-network: cut when read, written back when stored.
+
+    So channels that a round leaves out keep the statistics of the last round that had them.
+    """
+
+    full: LocalLayers
+    channels: Channels
+    kept: Kept
+    initial: Mapping[str, Tensor]
+    """The full model's layers of a client that has not trained yet."""
+
+    def get(self, architecture: str, client: int, timeline: Timeline, before: int) -> Mapping[str, Tensor] | None:
+        """Return the kept part of the newest layers."""
+        own = self.full.get(architecture, client, timeline, before)
+        return None if own is None else slice_state(self.channels, self.kept, own)
+
+    def put(
+        self, architecture: str, client: int, round: int, tensors: Mapping[str, Tensor], timeline: Timeline
+    ) -> None:
+        """Write the kept part into the layers that the client had before this round."""
+        own = self.full.get(architecture, client, timeline, round) or {}
+        merged = merge_local(self.channels, self.kept, {**self.initial, **own}, tensors)
+        self.full.put(architecture, client, round, merged, timeline)
+
+
+def narrowed(workspace: Workspace, kept: Kept) -> Workspace:
+    """Return the workspace of a sub-network: its model is built with the kept channels, nothing is masked."""
+    channels = workspace.channels
+    chain = narrow_chain(workspace.chain, channels, kept)
+    chain.load(slice_state(channels, kept, workspace.initial))
+    layers = NarrowLayers(workspace.layers, channels, kept, workspace.initial)
+    return Workspace(chain, workspace.input_shape, workspace.classes, workspace.modules, layers, workspace.features)

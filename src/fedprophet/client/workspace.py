@@ -1,0 +1,66 @@
+"""What a client works with: a chain that tasks are loaded into, and what it has at hand beside it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol
+
+from torch import Tensor
+
+from fedprophet.cascade.atoms import Chain
+from fedprophet.cascade.channels import Channels, channels_of
+from fedprophet.client.features import FeatureCache
+from fedprophet.client.modules import ModuleStore
+from fedprophet.client.task import ClientTask, Timeline
+
+
+class LocalLayers(Protocol):
+    """Where a client's own layers are kept between rounds (see `runs.client_store`)."""
+
+    def get(self, architecture: str, client: int, timeline: Timeline, before: int) -> Mapping[str, Tensor] | None: ...
+
+    def put(
+        self, architecture: str, client: int, round: int, tensors: Mapping[str, Tensor], timeline: Timeline
+    ) -> None: ...
+
+
+@dataclass
+class Workspace:
+    """A chain that tasks are loaded into one after the other, and what a client has at hand beside it.
+
+    `input_shape` is that of one image. `initial` are the local layers of a client that has not trained yet. `loaded`
+    remembers which fixed module each atom holds, so that a frozen prefix is not copied again for every task.
+    """
+
+    chain: Chain
+    input_shape: tuple[int, ...]
+    classes: int
+    modules: ModuleStore
+    layers: LocalLayers
+    features: FeatureCache
+    initial: Mapping[str, Tensor] = field(init=False)
+    loaded: dict[int, str | None] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.initial = self.values(self.chain.local())
+
+    @cached_property
+    def channels(self) -> Channels:
+        """The channels that sub-networks are cut along."""
+        return channels_of(self.chain.model, self.input_shape)
+
+    def values(self, names: tuple[str, ...]) -> dict[str, Tensor]:
+        """Return copies of tensors of the model."""
+        tensors = self.chain.tensors
+        return {name: tensors[name].detach().clone() for name in names}
+
+    def load(self, task: ClientTask, own: Mapping[str, Tensor]) -> None:
+        """Bring the chain to the state the task asks for: frozen prefix, the client's own layers, the task's part."""
+        for module in task.frozen:
+            if any(self.loaded.get(atom) != module.digest for atom in range(module.first, module.last)):
+                self.chain.load(self.modules[module.digest])
+                self.loaded.update(dict.fromkeys(range(module.first, module.last), module.digest))
+        self.loaded.update(dict.fromkeys(range(task.first, task.last), None))
+        local = self.chain.local(0, task.last)
+        self.chain.load({name: own.get(name, self.initial[name]) for name in local})
+        self.chain.load({name: value for name, value in task.parameters.items() if not name.startswith("heads.")})

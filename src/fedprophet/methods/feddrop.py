@@ -1,0 +1,20 @@
+"""FedDrop (Wen et al., 2022), trained adversarially: a client of width r keeps ⌊r · C⌋ channels drawn at random.
+
+Every client draws anew in every round, so all channels are trained in the long run.
+"""
+
+from functools import partial
+
+from fedprophet.cascade.channels import Rule, random_channels
+from fedprophet.methods.baseline import BaselineState
+from fedprophet.methods.partial import PartialTraining
+from fedprophet.randomness import generator
+
+
+class FedDrop(PartialTraining):
+    """Partial training of random channels."""
+
+    def rule(self, state: BaselineState, client: int) -> Rule:
+        """Return a draw of this client's in this round: group after group from one stream."""
+        draw = generator(self.world.config.seed, "channels", state.round, client)
+        return partial(random_channels, generator=draw)

@@ -1,0 +1,95 @@
+"""FedET (Cho et al., 2022), trained adversarially: heterogeneous ensemble transfer to a large server model.
+
+Client k says p_k(x) about a public sample x, with the confidence v_k(x) = Var(p_k(x)) over the classes. The consensus
+is the label y(x) = argmax Σ_k v_k p_k / Σ_k v_k. The models D(x) that say otherwise are not lost: d(x) is the same
+weighted mean over them alone. The server's model f, of the largest architecture, minimises
+
+    CE(f(x), y(x)) + λ · KL(d(x) ‖ softmax(f(x)))    (the second term where somebody disagrees)
+
+Its last layer starts each round as the average of the clients' last layers, and is given back to every architecture.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from fedprophet.cascade.atoms import Chain
+from fedprophet.client.task import BACKBONE, ClientTask, ClientUpdate
+from fedprophet.errors import ConfigError
+from fedprophet.methods.base import World, named, usable
+from fedprophet.methods.baseline import Joining
+from fedprophet.methods.distillation import Distillation, DistillationState
+from fedprophet.server.aggregate import Parameters, partial_average
+from fedprophet.server.coordinator import Record
+
+
+def consensus(logits: Tensor, diversity: float) -> dict[str, Tensor]:
+    """Return the target of each sample from scores (models × samples × classes), each weighted by its variance."""
+    probabilities = torch.softmax(logits, dim=2)
+    variance = probabilities.var(dim=2, correction=0)
+    labels = _weighted_mean(probabilities, variance).argmax(dim=1)
+    disagrees = probabilities.argmax(dim=2) != labels
+    return {
+        "labels": labels,
+        "probabilities": _weighted_mean(probabilities, variance * disagrees),
+        "weights": diversity * disagrees.any(dim=0),
+    }
+
+
+def _weighted_mean(probabilities: Tensor, weights: Tensor) -> Tensor:
+    """Return the mean over models; where no weight is above zero, all count alike."""
+    weights = torch.where(weights.sum(dim=0) > 0, weights, torch.ones_like(weights))
+    return (weights.unsqueeze(2) * probabilities).sum(dim=0) / weights.sum(dim=0).unsqueeze(1)
+
+
+def last_layer(chain: Chain) -> dict[str, str]:
+    """Return the names of the tensors of the model's last linear layer, by what they are in it."""
+    layers = [layer for layer in chain.modules() if isinstance(layer, nn.Linear)]
+    names = {id(tensor): name for name, tensor in chain.tensors.items()}
+    return {part: names[id(tensor)] for part, tensor in layers[-1].named_parameters()} if layers else {}
+
+
+class FedET(Distillation):
+    """A server model that learns from the clients' consensus, and hands its last layer to all of them."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self._last = {name: last_layer(member.chain) for name, member in self.family.items()}
+        shapes = {
+            name: {part: tuple(member.chain.tensors[own].shape) for part, own in self._last[name].items()}
+            for name, member in self.family.items()
+        }
+        if not shapes[BACKBONE] or any(shape != shapes[BACKBONE] for shape in shapes.values()):
+            listed = "; ".join(f"{name}: {shape or 'no linear layer'}" for name, shape in shapes.items())
+            raise ConfigError(f"distillation.family: fedet needs models whose last layers have one shape ({listed})")
+
+    def join(
+        self, state: DistillationState, tasks: Sequence[ClientTask], updates: Sequence[ClientUpdate], record: Record
+    ) -> Joining[DistillationState]:
+        """Average by architecture, let the server's model learn the consensus, and hand out its last layer."""
+        found = usable(tasks, updates, record)
+        if not found:
+            return None
+        logits = yield from self.predictions(state, tasks, found)
+        targets = consensus(logits, self.world.config.distillation.diversity)
+        student = {**state.model, **self._average_last_layer(state, tasks, found)}
+        model = (yield from self.distil(state, {BACKBONE: student}, targets, record))[BACKBONE]
+        models = {
+            name: {**averaged, **{own: model[self._last[BACKBONE][part]] for part, own in self._last[name].items()}}
+            for name, averaged in self.average(state, tasks, found).items()
+        }
+        return replace(state, model=model, models=models)
+
+    def _average_last_layer(
+        self, state: DistillationState, tasks: Sequence[ClientTask], found: Sequence[ClientUpdate]
+    ) -> Parameters:
+        """Return the mean of the clients' last layers, whatever their architecture, under the server model's names."""
+        names = {task.client: self._last[task.architecture] for task in tasks}
+        server = self._last[BACKBONE]
+        layers = [
+            (update.weight, {server[part]: update.parameters[own] for part, own in names[update.client].items()})
+            for update in found
+        ]
+        return named(partial_average(named(state.model, server.values()), layers), server.values())

@@ -1,0 +1,105 @@
+"""FedRBN (Hong et al., 2023): robustness propagates from clients that can afford adversarial training to the others.
+
+Every client trains the whole model. Those that can hold it train under attack, the others on clean images. All keep two
+sets of norm statistics, clean and adversarial, with one affine transformation; an attacked client first updates its
+clean set on the clean batch. A client c that cannot attack receives adversarial statistics, the mean of those of this
+round's attacked clients A, weighted by how similar their clean statistics (μ, σ²) are, over the norm layers l:
+
+    s_a = mean_l ½ (cos(μ_c, μ_a) + cos(σ²_c, σ²_a)),    weights = softmax_a(s_a / T),    T = 0.01
+
+Clean images are judged with the clean statistics and attacked ones with the adversarial statistics.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedprophet.client.statistics import ADVERSARIAL, statistics_names
+from fedprophet.client.task import SERVER, ClientTask, ClientUpdate, Resources
+from fedprophet.methods.base import named, usable
+from fedprophet.methods.baseline import Baseline, BaselineState, Joining
+from fedprophet.server.aggregate import Parameters, partial_average
+from fedprophet.server.coordinator import Record
+from fedprophet.threat import ThreatModel
+
+
+def similarity(one: Parameters, other: Parameters) -> float:
+    """Return the mean cosine of two clients' statistics: each layer's means and variances count alike."""
+    cosines = [F.cosine_similarity(one[name].double(), other[name].double(), dim=0) for name in one]
+    return float(torch.stack(cosines).mean())
+
+
+def propagate(
+    clean: Parameters, sources: Sequence[tuple[Parameters, Parameters]], temperature: float
+) -> dict[str, Tensor]:
+    """Return adversarial statistics for a client with these clean ones; a source has clean and adversarial ones."""
+    similarities = torch.tensor([similarity(clean, theirs) for theirs, _ in sources], dtype=torch.float64)
+    weights = torch.softmax(similarities / temperature, dim=0).tolist()
+    return partial_average({}, [(w, adversarial) for w, (_, adversarial) in zip(weights, sources, strict=True)])
+
+
+class FedRBN(Baseline[BaselineState]):
+    """Joint training where only clients with enough memory attack, and norm statistics carry robustness over."""
+
+    state = BaselineState
+    norm_layers = (
+        "mean over the clients that have trained, weighted by shard size; statistics are those for attacked images"
+    )
+
+    def assign(self, state: BaselineState, available: Mapping[int, Resources], record: Record) -> list[ClientTask]:
+        """Let everyone train the whole model, and attack it where it fits their memory."""
+        tasks = []
+        for client, resources in available.items():
+            task = replace(self.train_task(state, client), wants_local=True)
+            attacks = task.threat is not None and resources.memory >= self.world.cost.total_memory
+            tasks.append(replace(task, threat=task.threat if attacks else None, adversarial_statistics=attacks))
+        record["attacked"] = [task.client for task in tasks if task.threat is not None]
+        return tasks
+
+    def join(
+        self, state: BaselineState, tasks: Sequence[ClientTask], updates: Sequence[ClientUpdate], record: Record
+    ) -> Joining[BaselineState]:
+        """Average the models, then send adversarial statistics to the clients that trained without attack."""
+        found = usable(tasks, updates, record)
+        if not found:
+            return None
+        yield self._propagation(state, tasks, found)
+        model = partial_average(state.model, [(update.weight, update.parameters) for update in found])
+        return replace(state, model=model)
+
+    def _propagation(
+        self, state: BaselineState, tasks: Sequence[ClientTask], found: Sequence[ClientUpdate]
+    ) -> list[ClientTask]:
+        attacked = {task.client for task in tasks if task.adversarial_statistics}
+        names = statistics_names(self.world.chain)
+        sources = [
+            (named(update.local, names), {name: update.local[ADVERSARIAL + name] for name in names})
+            for update in found
+            if update.client in attacked
+        ]
+        receivers = [update for update in found if sources and update.client not in attacked]
+        temperature = self.world.config.propagation.temperature
+        given = {u.client: propagate(named(u.local, names), sources, temperature) for u in receivers}
+        return [
+            replace(
+                self.task(state, client),
+                kind="adopt",
+                parameters={ADVERSARIAL + name: value for name, value in statistics.items()},
+            )
+            for client, statistics in given.items()
+        ]
+
+    def evaluation_task(self, state: BaselineState, client: int, threat: ThreatModel | None) -> ClientTask:
+        """Return an evaluation that judges attacked images with a client's adversarial statistics."""
+        task = super().evaluation_task(state, client, threat)
+        # The server holds one exported model, whose statistics are the adversarial ones already.
+        return replace(task, adversarial_statistics=threat is not None and client != SERVER)
+
+    def exported(self, state: BaselineState, local: Parameters) -> Parameters:
+        """Return the model with the adversarial statistics, where any client has them."""
+        robust = {name.removeprefix(ADVERSARIAL): v for name, v in local.items() if name.startswith(ADVERSARIAL)}
+        clean = {name: value for name, value in local.items() if not name.startswith(ADVERSARIAL)}
+        return {**clean, **robust, **state.model}

@@ -1,0 +1,18 @@
+"""FedRolex (Alam et al., 2022), trained adversarially: a window of ⌊r · C⌋ channels that rolls on with the rounds.
+
+In round t it starts at channel t mod C and wraps around, so all channels are trained equally often.
+"""
+
+from functools import partial
+
+from fedprophet.cascade.channels import Rule, rolling_channels
+from fedprophet.methods.baseline import BaselineState
+from fedprophet.methods.partial import PartialTraining
+
+
+class FedRolex(PartialTraining):
+    """Partial training of a rolling window of channels."""
+
+    def rule(self, state: BaselineState, client: int) -> Rule:
+        """Return the window of this round, the same for all clients."""
+        return partial(rolling_channels, start=state.round)

@@ -1,0 +1,79 @@
+"""Partial training: each client trains a sub-network as wide as its memory allows (HeteroFL, FedDrop, FedRolex).
+
+A client that can spare m bytes trains the width fraction r = min(m / R_max, 1) of the output channels of every layer
+but the last, R_max being what the whole model takes. The three methods differ in which channels those are, and in
+nothing else. Each coordinate is averaged over the clients that trained it; what nobody trained stays.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, lru_cache
+
+from torch import Tensor
+
+from fedprophet.cascade.channels import Channels, Kept, Rule, channels_of, first_channels, kept_channels
+from fedprophet.cascade.cost import ChainCost, cost_of
+from fedprophet.cascade.narrow import narrow_chain, scatter_average, slice_state
+from fedprophet.client.task import ClientTask, ClientUpdate, Resources
+from fedprophet.methods.base import World, usable
+from fedprophet.methods.baseline import Baseline, BaselineState, Joining
+from fedprophet.server.coordinator import Record
+
+COSTS_KEPT = 1024
+"""Costs of sub-networks that are remembered: clients' widths come back."""
+
+
+class PartialTraining(Baseline[BaselineState]):
+    """Real sub-networks: sent, trained and counted at their own width."""
+
+    state = BaselineState
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self._cost_of_widths = lru_cache(COSTS_KEPT)(self._count)
+
+    def rule(self, state: BaselineState, client: int) -> Rule:
+        """Return how a client's channels are chosen in this round."""
+        raise NotImplementedError
+
+    @cached_property
+    def channels(self) -> Channels:
+        """The channels that sub-networks are cut along."""
+        return channels_of(self.world.chain.model, self.world.cost.input[1:])
+
+    def width(self, resources: Resources) -> float:
+        """Return r, the fraction of the channels that a client can train."""
+        return min(resources.memory / self.world.cost.total_memory, 1.0)
+
+    def assign(self, state: BaselineState, available: Mapping[int, Resources], record: Record) -> list[ClientTask]:
+        """Cut a sub-network for each client."""
+        widths = {client: self.width(resources) for client, resources in available.items()}
+        record["widths"] = {str(client): r for client, r in widths.items()}
+        tasks = []
+        for client, r in widths.items():
+            kept = kept_channels(self.channels, r, self.rule(state, client))
+            parameters = slice_state(self.channels, kept, state.model)
+            tasks.append(replace(self.train_task(state, client), kept=kept, parameters=parameters))
+        return tasks
+
+    def cost(self, task: ClientTask) -> ChainCost:
+        """Return the cost of a network that really has the kept channels alone."""
+        return self._cost_of_widths(tuple(len(channels) for channels in task.kept.values()))
+
+    def _count(self, widths: tuple[int, ...]) -> ChainCost:
+        whole, groups = self.world.cost, self.channels.groups
+        kept: dict[str, Tensor] = {g: first_channels(groups[g], n) for g, n in zip(groups, widths, strict=True)}
+        chain = narrow_chain(self.world.chain, self.channels, kept)
+        return cost_of(chain, whole.input[1:], whole.batch, whole.classes, whole.copies)
+
+    def join(
+        self, state: BaselineState, tasks: Sequence[ClientTask], updates: Sequence[ClientUpdate], record: Record
+    ) -> Joining[BaselineState]:
+        """Average each coordinate over the clients whose sub-network has it."""
+        yield from ()
+        kept: dict[int, Kept] = {task.client: task.kept for task in tasks}
+        found = usable(tasks, updates, record)
+        if not found:
+            return None
+        parts = [(update.weight, kept[update.client], update.parameters) for update in found]
+        return replace(state, model=scatter_average(self.channels, state.model, parts))
