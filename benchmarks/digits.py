@@ -9,19 +9,16 @@ cores. The table shows means over seeds, the PGD accuracy at the end of each sta
 
 import argparse
 import json
-import os
-import platform
 import shlex
 import statistics
 import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
+from machine import measured
 
 import fedprophet
 
@@ -93,23 +90,11 @@ def header(command: str, seeds: int, rounds: int) -> str:
     """Return what a reader must know to trust or repeat the numbers."""
     preset = fedprophet.load_config("digits")
     return (
-        f"# Digits\n\n`{command}` on {datetime.now(UTC):%Y-%m-%d}: {_processor()}, {os.cpu_count()} cores, one thread "
-        f"a run; Python {platform.python_version()}, torch {torch.__version__}, "
-        f"fedprophet {fedprophet.__version__}.\n\n"
+        f"# Digits\n\n{measured(command)}\n\n"
         f"Preset `digits`: eps {preset.attack.radius}, at most {rounds} rounds a stage, seeds 0 … {seeds - 1}. "
         "Accuracies in %, mean ± standard deviation over seeds; personalised on all clients' held-out images (about "
         "285), global on 360 test images.\n"
     )
-
-
-def _processor() -> str:
-    """Return the name of the processor where the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return f"{platform.machine()} processor"
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else f"{platform.machine()} processor"
 
 
 def main() -> None:

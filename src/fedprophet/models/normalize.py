@@ -14,6 +14,8 @@ class Normalize(nn.Module):
 
     mean: Tensor
     std: Tensor
+    numbers: tuple[tuple[float, ...], tuple[float, ...]]
+    """Means and deviations as they were given, for people and files."""
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
         super().__init__()
@@ -23,6 +25,7 @@ class Normalize(nn.Module):
             )
         if not all(math.isfinite(value) for value in (*mean, *std)) or min(std) <= 0:
             raise ModelError(f"Normalize needs finite means and positive deviations, not {list(mean)} and {list(std)}")
+        self.numbers = tuple(mean), tuple(std)
         self.register_buffer("mean", torch.tensor(list(mean), dtype=torch.float32).view(-1, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(list(std), dtype=torch.float32).view(-1, 1, 1), persistent=False)
 

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import pickle
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from fedprophet.data.fetch import Remote, alone, cache_home, fetch
 from fedprophet.errors import ModelError
+from fedprophet.models.normalize import Normalize
 from fedprophet.models.vgg import VGG
 
 IMAGENET = "imagenet"
@@ -31,6 +33,8 @@ PUBLISHED: Mapping[str, str] = {
 """The files of torchvision; behind the dash is the beginning of the file's SHA-256."""
 NORMALIZATION = "mean .485 .456 .406 std .229 .224 .225"
 """What the published weights expect of their input."""
+_NUMBERS = r"((?:\s+[0-9]*\.?[0-9]+)+)"
+_NORMALIZATION = re.compile(rf"mean{_NUMBERS}\s+std{_NUMBERS}")
 CLASSIFIERS = ("classifier", "fc", "heads")
 """What torchvision calls the part that depends on the number of classes."""
 _OLD_NAMES = {".mlp.linear_1.": ".mlp.0.", ".mlp.linear_2.": ".mlp.3."}
@@ -57,13 +61,23 @@ class LoadReport:
     digest: str
     metadata: Mapping[str, str]
 
+    @property
+    def normalization(self) -> Normalize | None:
+        """How the weights expect their input to be normalised, where the file says so."""
+        match = _NORMALIZATION.fullmatch(self.metadata.get("normalisation", ""))
+        if match is None:
+            return None
+        mean, std = ([float(number) for number in part.split()] for part in match.groups())
+        return Normalize(mean, std)
+
     def summary(self) -> str:
         """Return the report in one line."""
         text = f"weights from {self.source}: {len(self.loaded)} tensors loaded ({_parts(self.loaded)})"
         if self.moved:
             text += ", by block and position, since the file is of another VGG"
         text += f"; initialised: {_parts(self.missing)}" if self.missing else "; nothing left to initialise"
-        return text + (f"; not used: {_parts(self.unused)}" if self.unused else "")
+        text += f"; not used: {_parts(self.unused)}" if self.unused else ""
+        return text + ("; inputs are normalised as the file says" if self.normalization else "")
 
 
 def load_weights(model: nn.Module, source: str | Path, architecture: str | None = None) -> LoadReport:

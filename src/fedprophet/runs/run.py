@@ -325,6 +325,7 @@ def _module_rows(session: Session) -> list[dict[str, Any]]:
 def write_model(run: Run, path: Path) -> None:
     """Write the one model that everybody can load: state-dict names, averaged norm layers, how to feed it."""
     session, dataset = run.session, run.session.dataset
+    mean, std = session.normalize.numbers
     metadata = {
         "format": "pt",
         "fedprophet": __version__,
@@ -332,8 +333,8 @@ def write_model(run: Run, path: Path) -> None:
         "options": json.dumps(session.config.model.options),
         "input": "x".join(map(str, dataset.shape)),
         "classes": str(dataset.classes),
-        "normalize_mean": json.dumps(dataset.mean),
-        "normalize_std": json.dumps(dataset.std),
+        "normalize_mean": json.dumps(mean),
+        "normalize_std": json.dumps(std),
         "norm_layers": session.method.norm_layers,
         "rounds": str(run.state.round),
     }

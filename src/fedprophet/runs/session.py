@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from fedprophet.client.workspace import Workspace
 from fedprophet.data.dataset import Dataset
 from fedprophet.data.shards import ShardSettings
 from fedprophet.engines.embedded import EmbeddedEngine
-from fedprophet.errors import ConfigError, FedProphetError
+from fedprophet.errors import ConfigError, FedProphetError, ModelError
 from fedprophet.fleet.availability import Availability
 from fedprophet.fleet.device import load_pool
 from fedprophet.fleet.population import Population
@@ -55,6 +55,7 @@ class Session:
     layers: ClientStore
     features: FeatureCache
     initial_local: Mapping[str, Tensor]
+    normalize: Normalize
     budget: int
     notes: tuple[str, ...]
     """What the user should know before training begins, such as which starting weights were loaded."""
@@ -69,7 +70,7 @@ def assemble(
     torch.set_num_threads(config.threads or torch.get_num_threads())
     dataset = _dataset(config, dataset)
     population = _population(config, dataset, method.distills)
-    chain, notes = _chain(config, dataset, model)
+    chain, normalize, notes = _start(config, dataset, model)
     cost = _cost(config, chain, dataset)
     budget = parse_budget(config.memory.budget, cost.total_memory)
     with _about(f"memory.budget = {config.memory.budget}"):
@@ -77,7 +78,9 @@ def assemble(
     layers = ClientStore(clients, LAYERS_MEMORY)
     features = FeatureCache(CACHE_MEMORY, CACHE_DISK)
     frozen = ModuleStore()
-    family, family_notes = _family(config, dataset, Architecture(chain, cost)) if method.distills else ({}, ())
+    family, family_notes = (
+        _family(config, dataset, Architecture(chain, cost), normalize) if method.distills else ({}, ())
+    )
     world = World(config, chain, cost, modules, population, frozen, family)
     workspaces = {
         name: Workspace(member, dataset.shape, dataset.classes, frozen, layers, features)
@@ -94,6 +97,7 @@ def assemble(
         layers=layers,
         features=features,
         initial_local=workspaces[BACKBONE].initial,
+        normalize=normalize,
         budget=budget,
         notes=(*notes, *family_notes),
     )
@@ -131,27 +135,42 @@ def _population(config: Config, dataset: Dataset, distills: bool) -> Population:
     )
 
 
-def _chain(config: Config, dataset: Dataset, given: nn.Module | Chain | None) -> tuple[Chain, tuple[str, ...]]:
-    """Return the model as a chain, and what there is to say about its starting weights."""
+class _Start(NamedTuple):
+    """The model that a run starts with: its chain, how it normalises its input, and what there is to say about it."""
+
+    chain: Chain
+    normalize: Normalize
+    notes: tuple[str, ...] = ()
+
+
+def _start(config: Config, dataset: Dataset, given: nn.Module | Chain | None) -> _Start:
     # Clients' parameters are loaded into the chain, so a model of the user's is copied: theirs stays as it is.
-    if isinstance(given, Chain):
-        return deepcopy(given), ()
     normalize = Normalize(dataset.mean, dataset.std)
+    if isinstance(given, Chain):
+        return _Start(deepcopy(given), normalize)
     if given is not None:
-        return chain_of(deepcopy(given), normalize), ()
+        return _Start(chain_of(deepcopy(given), normalize), normalize)
     if config.model.name == CUSTOM:
         raise ConfigError(_handed_over("model"))
     with _about("model.name"):
         model = bare_model(config, dataset.shape, dataset.classes)
-    notes: tuple[str, ...] = ()
-    if config.model.weights:
-        with _about("model.weights"):
-            notes = (load_weights(model, config.model.weights, config.model.name).summary(),)
-    return chain_of(model, normalize), notes
+    if not config.model.weights:
+        return _Start(chain_of(model, normalize), normalize)
+    with _about("model.weights"):
+        report = load_weights(model, config.model.weights, config.model.name)
+        # Filters that were trained on inputs of one scale should not begin with another.
+        expected = report.normalization or normalize
+        channels = len(expected.numbers[0])
+        if channels != dataset.shape[0]:
+            raise ModelError(
+                f"{config.model.weights} expects images of {channels} channels, and {dataset.name} has "
+                f"{dataset.shape[0]}"
+            )
+    return _Start(chain_of(model, expected), expected, (report.summary(),))
 
 
 def _family(
-    config: Config, dataset: Dataset, backbone: Architecture
+    config: Config, dataset: Dataset, backbone: Architecture, normalize: Normalize
 ) -> tuple[dict[str, Architecture], tuple[str, ...]]:
     """Return the models that clients of little memory train instead, smallest first, the run's own one last."""
     name = config.model.name
@@ -159,6 +178,9 @@ def _family(
         names = tuple(config.distillation.family) or models.family_of(name)
     if names[-1] != name:
         raise ConfigError(f"distillation.family: it must end with model.name = {name!r}, and ends with {names[-1]!r}")
+    twice = sorted({member for member in names if names.count(member) > 1})
+    if twice:
+        raise ConfigError(f"distillation.family: it names {', '.join(map(repr, twice))} twice. Name each model once")
     family, notes = {}, []
     for member in names[:-1]:
         with _about("distillation.family"):
@@ -167,7 +189,7 @@ def _family(
         if config.model.weights and isinstance(model, type(backbone.chain.model)):
             with _about("model.weights"):
                 notes.append(f"{member}: {load_weights(model, config.model.weights, name).summary()}")
-        chain = chain_of(model, Normalize(dataset.mean, dataset.std))
+        chain = chain_of(model, normalize)
         family[member] = Architecture(chain, _cost(config, chain, dataset))
     return {**family, BACKBONE: backbone}, tuple(notes)
 
