@@ -193,3 +193,37 @@ def test_a_hundred_thousand_clients():
     assert seconds < 2
     assert kept < 3_000_000
     assert peak < 12_000_000
+
+
+def _server_pixels(people):
+    data = people.client_data(SERVER)
+    return pixels(data.train), pixels(data.validation)
+
+
+def test_the_public_set_leaves_the_test_set():
+    test = [255 - k for k in range(10)]
+    for public in (1, 4, 9):
+        drawn, rest = _server_pixels(make(public=public))
+        assert (len(drawn), len(rest)) == (public, 10 - public)
+        assert sorted(drawn + rest, reverse=True) == test
+        data = make(public=public).client_data(SERVER)
+        for part in (data.train, data.validation):
+            assert part.labels.tolist() == [(255 - pixel) % 4 for pixel in pixels(part)]
+
+
+def test_the_public_set_is_drawn_by_the_seed():
+    drawn = [tuple(_server_pixels(make(seed=seed, public=4))[0]) for seed in (0, 0, 1, 2, 3)]
+    assert drawn[0] == drawn[1]
+    assert len(set(drawn)) > 2
+    assert tuple(range(255, 251, -1)) not in drawn[:2], "not simply the first ones"
+
+
+def test_clients_are_the_same_with_and_without_a_public_set():
+    """Its samples are none of theirs: the shards, devices and cohorts of a seed stay what they are."""
+    one, other = make(seed=5), make(seed=5, public=4)
+    for k in range(8):
+        assert pixels(one.client_data(k).train) == pixels(other.client_data(k).train)
+        assert pixels(one.client_data(k).validation) == pixels(other.client_data(k).validation)
+        assert one.resources(k, 3, 10) == other.resources(k, 3, 10)
+    assert one.draw(1, 3, 5, "cohort") == other.draw(1, 3, 5, "cohort")
+    assert set(_server_pixels(other)[0]) <= set(range(246, 256)), "test images, which no client has"

@@ -7,7 +7,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-import fedprophet.runs.client_store as client_store
 from fedprophet.client.task import Timeline
 from fedprophet.errors import CheckpointError
 from fedprophet.runs.client_store import ClientStore
@@ -116,7 +115,6 @@ def test_a_model_without_own_layers_still_counts_as_trained(store: ClientStore) 
     assert found is not None
     assert len(found) == 0
     assert store.get("backbone", 1, ALL, 4) is None
-    assert store.trained("backbone", ALL, 5) == [1]
 
 
 # What is dropped -----------------------------------------------------------------------------------------------------
@@ -170,7 +168,7 @@ def test_a_resume_from_an_older_checkpoint(tmp_path: Path) -> None:
     first.flush()
     again = ClientStore(tmp_path, MANY)
     assert (get(again, 1, before=4), get(again, 2, before=4)) == (3, 2)
-    assert again.trained("backbone", ALL, before=2) == [1]
+    assert (get(again, 1, before=2), get(again, 2, before=2)) == (1, None)
     again.put("backbone", 1, 4, layers(40), ALL)
     assert get(again, 1, before=5) == 40
     again.put("backbone", 2, 5, layers(50), ALL)
@@ -178,49 +176,6 @@ def test_a_resume_from_an_older_checkpoint(tmp_path: Path) -> None:
     assert versions(again, 1) == [1, 3, 4]
     assert get(ClientStore(tmp_path, MANY), 1, before=100) == 40
     assert get(ClientStore(tmp_path, MANY), 2, before=100) == 50
-
-
-# Who has trained -----------------------------------------------------------------------------------------------------
-
-
-def test_trained_clients(store: ClientStore) -> None:
-    put(store, 30, 2)
-    put(store, 4, 5)
-    put(store, 1000, 3)
-    put(store, 7, 1, architecture="vgg11")
-    assert store.trained("backbone", ALL, 100) == [4, 30, 1000]
-    assert store.trained("backbone", ALL, 3) == [30]
-    assert store.trained("backbone", Timeline(((2, 6),)), 100) == [30]
-    assert store.trained("vgg11", ALL, 100) == [7]
-    assert store.trained("other", ALL, 100) == []
-    put(store, 5, 6)
-    assert store.trained("backbone", ALL, 100) == [4, 5, 30, 1000]
-
-
-def test_trained_reads_no_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = ClientStore(tmp_path, MANY)
-    for client in (1, 2):
-        put(first, client, 3)
-    first.flush()
-
-    def refuse(data: bytes) -> None:
-        raise AssertionError("layers were read")
-
-    monkeypatch.setattr(client_store, "tensors_from_bytes", refuse)
-    again = ClientStore(tmp_path, MANY)
-    assert again.trained("backbone", ALL, 4) == [1, 2]
-    assert again.trained("backbone", ALL, 3) == []
-
-
-def test_trained_knows_what_changed_since_the_files_were_read(tmp_path: Path) -> None:
-    put(ClientStore(tmp_path, 0), 1, 5)
-    store = ClientStore(tmp_path, 0)
-    assert store.trained("backbone", ALL, 9) == [1]
-    put(store, 2, 6)
-    put(store, 1, 4)
-    assert store.trained("backbone", ALL, 9) == [1, 2]
-    assert store.trained("backbone", ALL, 5) == [1]
-    assert store.trained("backbone", ALL, 5) == ClientStore(tmp_path, 0).trained("backbone", ALL, 5)
 
 
 # Memory and disk -----------------------------------------------------------------------------------------------------
@@ -307,8 +262,7 @@ def test_without_a_directory_nothing_leaves_memory() -> None:
     for client in range(10):
         put(store, client, 1)
     store.flush()
-    assert store.trained("backbone", ALL, 2) == list(range(10))
-    assert get(store, 0, 2) == 1
+    assert [get(store, client, 2) for client in range(10)] == [1] * 10
 
 
 def test_files_are_the_same_for_the_same_layers(tmp_path: Path) -> None:
@@ -349,8 +303,7 @@ def test_a_half_written_file_of_a_kill_is_ignored(tmp_path: Path) -> None:
     store.flush()
     (tmp_path / "backbone/0/.2.safetensors.tmp").write_bytes(b"half")
     again = ClientStore(tmp_path, MANY)
-    assert again.trained("backbone", ALL, 9) == [1]
-    assert get(again, 2, 9) is None
+    assert (get(again, 1, 9), get(again, 2, 9)) == (1, None)
     put(again, 2, 1)
     again.flush()
     assert files(tmp_path) == ["backbone/0/1.safetensors", "backbone/0/2.safetensors"]
@@ -366,8 +319,6 @@ def test_a_damaged_file_is_named(tmp_path: Path, size: int) -> None:
     again = ClientStore(tmp_path, MANY)
     with pytest.raises(CheckpointError, match=str(path)):
         again.get("backbone", 1, ALL, 9)
-    with pytest.raises(CheckpointError, match=str(path)):
-        again.trained("backbone", ALL, 9)
 
 
 def test_a_file_of_somebody_else_is_named(tmp_path: Path) -> None:

@@ -1,10 +1,13 @@
-"""Starting weights through a run's configuration."""
+"""A run put together from its configuration: starting weights, families of models, the public set."""
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
-from fedprophet.errors import ModelError
+from fedprophet.client.task import BACKBONE, SERVER
+from fedprophet.data.dataset import from_tensors
+from fedprophet.errors import ConfigError, ModelError
 from fedprophet.models import build
 from fedprophet.runs.session import assemble
 
@@ -27,3 +30,156 @@ def test_weights_that_do_not_fit_are_refused_with_the_key(tiny, tmp_path) -> Non
     save_file({"something.else": torch.zeros(2)}, tmp_path / "other.safetensors")
     with pytest.raises(ModelError, match=r"^model\.weights: "):
         assemble(tiny({"model.weights": str(tmp_path / "other.safetensors")}))
+
+
+# Families of models, which feddf and fedet train.
+
+DISTIL = {"method": "feddf", "population.clients": 2, "population.cohort": 1}
+
+
+def _images():
+    """Return a dataset that a VGG can halve five times."""
+    torch.manual_seed(0)
+    images, labels = torch.rand(8, 1, 32, 32), torch.arange(8) % 2
+    return from_tensors(images, labels, images, labels)
+
+
+@pytest.fixture(scope="module")
+def vggs(tiny, tmp_path_factory):
+    """A session with cnn3, vgg11 and vgg13, whose weights file has the features of a vgg13."""
+    torch.manual_seed(3)
+    given = build("vgg13", (1, 32, 32), 2, width=2).state_dict()
+    path = tmp_path_factory.mktemp("weights") / "vgg13.safetensors"
+    features = {name: value for name, value in given.items() if name.startswith("features.")}
+    save_file(features, path, {"normalisation": "mean .25 std .5"})
+    model = {"model.name": "vgg13", "model.options": {"width": 2, "dropout": 0.125}, "model.weights": str(path)}
+    return assemble(tiny({**DISTIL, **model}), dataset=_images()), given
+
+
+def test_a_family_is_built_with_the_options_that_each_member_takes(vggs) -> None:
+    session, _ = vggs
+    family = session.world.family
+    assert list(family) == ["cnn3", "vgg11", BACKBONE]
+    assert family[BACKBONE].chain is session.world.chain
+    for name, member in family.items():
+        tensors = member.chain.tensors
+        assert tensors["features.0.weight"].shape == (2, 1, 3, 3), "width = 2"
+        drops = [layer.p for layer in member.chain.model.modules() if isinstance(layer, nn.Dropout)]
+        assert drops == ([] if name == "cnn3" else [0.125, 0.125])
+        convolutions = [n for n, value in tensors.items() if value.ndim == 4]
+        assert len(convolutions) == {"cnn3": 2, "vgg11": 8, BACKBONE: 10}[name]
+    costs = [member.cost.total_memory for member in family.values()]
+    assert len(set(costs)) == 3
+    assert family[BACKBONE].cost is session.world.cost
+
+
+def test_members_of_the_same_kind_start_from_the_weights_and_the_notes_say_so(vggs) -> None:
+    session, given = vggs
+    tensors = session.world.family["vgg11"].chain.tensors
+    # The first block of vgg11 has one convolution and that of vgg13 two: the second begins with layer 4, and with 7.
+    assert torch.equal(tensors["features.0.weight"], given["features.0.weight"])
+    assert torch.equal(tensors["features.4.weight"], given["features.7.weight"])
+    assert not torch.equal(session.world.family["cnn3"].chain.tensors["features.0.weight"], given["features.0.weight"])
+    own, other = session.notes
+    assert own.startswith("weights from ")
+    assert other.startswith("vgg11: weights from ")
+    assert "by block and position" in other
+
+
+def test_members_beside_a_model_of_ones_own_do_not_start_from_weights_that_it_does_not_use(tiny, tmp_path) -> None:
+    file = build("vgg-small", (1, 8, 8), 10, width=4).state_dict()
+    save_file(file, tmp_path / "vgg.safetensors")
+    settings = {**DISTIL, "model.name": "custom", "model.weights": str(tmp_path / "vgg.safetensors")}
+    net = build("vgg-small", (1, 8, 8), 10, width=4)
+    session = assemble(tiny({**settings, "distillation.family": ["vgg-small-3", "custom"]}), model=net)
+    assert session.notes == ()
+    for member in session.world.family.values():
+        assert not torch.equal(member.chain.tensors["features.0.weight"], file["features.0.weight"])
+
+
+def test_all_members_normalise_their_input_alike(vggs) -> None:
+    session, _ = vggs
+    image = torch.rand(2, 1, 32, 32)
+    for member in session.world.family.values():
+        assert torch.allclose(member.chain.run(image, 0, 1), (image - 0.25) / 0.5)
+
+
+def test_members_have_initial_weights_of_their_own_that_the_seed_decides(tiny) -> None:
+    first, again, other = (assemble(tiny({**DISTIL, "seed": seed})).world.family for seed in (0, 0, 1))
+    name = "classifier.0.weight"
+    values = {member: architecture.chain.tensors[name] for member, architecture in first.items()}
+    assert all(torch.equal(value, again[member].chain.tensors[name]) for member, value in values.items())
+    assert not any(torch.equal(value, other[member].chain.tensors[name]) for member, value in values.items())
+    assert len({float(value.detach().sum()) for value in values.values()}) == 3
+
+
+def test_other_methods_have_neither_family_nor_public_set(tiny) -> None:
+    session = assemble(tiny({"method": "jfat", "distillation.public": 10**6, "distillation.family": ["nonsense"]}))
+    assert session.world.family == {}
+    data = session.population.client_data(SERVER)
+    assert (len(data.train), len(data.validation)) == (0, len(session.dataset.test))
+
+
+def test_a_family_must_end_with_the_runs_model(tiny) -> None:
+    text = r"^distillation\.family: it must end with model\.name = 'vgg-small', and ends with 'vgg-small-5'$"
+    with pytest.raises(ConfigError, match=text):
+        assemble(tiny({**DISTIL, "distillation.family": ["vgg-small", "vgg-small-5"]}))
+
+
+def test_an_unknown_member_of_a_family_is_named_with_the_nearest(tiny) -> None:
+    text = r"^distillation\.family: unknown model 'vgg-smal'\. Did you mean 'vgg-small'\?"
+    with pytest.raises(ModelError, match=text):
+        assemble(tiny({**DISTIL, "distillation.family": ["vgg-smal", "vgg-small"]}))
+
+
+def test_a_member_that_images_are_too_small_for_is_refused_with_the_key(tiny) -> None:
+    with pytest.raises(ModelError, match=r"^distillation\.family: .*vgg11"):
+        assemble(tiny({**DISTIL, "distillation.family": ["vgg11", "vgg-small"]}))
+
+
+def test_a_family_names_each_model_once(tiny) -> None:
+    family = ["vgg-small", "vgg-small-3", "vgg-small"]
+    with pytest.raises(ConfigError, match=r"^distillation\.family: it names 'vgg-small' twice\. "):
+        assemble(tiny({**DISTIL, "distillation.family": family}))
+
+
+def test_a_model_of_ones_own_needs_a_family(tiny) -> None:
+    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    text = r"^distillation\.family: model custom belongs to no family .* Set distillation\.family to a list of models"
+    with pytest.raises(ModelError, match=text):
+        assemble(tiny({**DISTIL, "model.name": "custom"}), model=net)
+    session = assemble(tiny({**DISTIL, "model.name": "custom", "distillation.family": ["custom"]}), model=net)
+    assert list(session.world.family) == [BACKBONE]
+
+
+# The public set.
+
+
+@pytest.mark.parametrize(("public", "expected"), [(1, 1), (7, 7), ("50%", 4), ("95%", 7)])
+def test_the_public_set_is_a_number_of_samples_or_a_share_of_the_test_set(tiny, public, expected) -> None:
+    settings = {**DISTIL, "distillation.public": public, "distillation.family": ["vgg-small"]}
+    data = assemble(tiny(settings), dataset=_images()).population.client_data(SERVER)
+    assert (len(data.train), len(data.validation)) == (expected, 8 - expected)
+
+
+@pytest.mark.parametrize("public", [8, 9, 5000])
+def test_a_public_set_larger_than_what_is_held_out_is_refused(tiny, public) -> None:
+    text = (
+        rf"^distillation\.public: {public} samples are larger than what is held out: the test set has 8 samples, .*"
+        r"Set it to at most 7$"
+    )
+    with pytest.raises(ConfigError, match=text):
+        assemble(tiny({**DISTIL, "distillation.public": public}), dataset=_images())
+
+
+def test_a_share_that_is_less_than_a_sample_is_refused(tiny) -> None:
+    with pytest.raises(ConfigError, match=r"^distillation\.public: 10% of 8 test samples is less than one sample\. "):
+        assemble(tiny({**DISTIL, "distillation.public": "10%"}), dataset=_images())
+
+
+@pytest.mark.parametrize("public", [0, -5, "0%", "100%", "-5%", "half", 2.5, True])
+def test_what_is_no_number_of_samples_is_refused_when_it_is_read(tiny, public) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^distillation\.public: given .*, allowed: a whole number of at least 1, or "
+    ):
+        tiny({**DISTIL, "distillation.public": public})

@@ -1,5 +1,7 @@
 """Eq. 16 and 17 against hand-computed numbers, and which updates are refused."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -33,6 +35,18 @@ def test_each_parameter_is_averaged_over_those_who_trained_it() -> None:
 def test_no_update_changes_nothing() -> None:
     current = {"w": _t(1.0, 2.0)}
     assert torch.equal(partial_average(current, [])["w"], current["w"])
+
+
+def test_what_nobody_has_yet_comes_in_as_it_was_sent() -> None:
+    """Two of three clients send a name that the current state lacks: its mean is over those two, in their type."""
+    half = torch.tensor([1.0, 4.0], dtype=torch.float16)
+    updates = [(1.0, {"w": _t(2.0), "new": half}), (9.0, {"w": _t(4.0)}), (3.0, {"w": _t(4.0), "new": 2 * half})]
+    new = partial_average({"w": _t(0.0)}, updates)
+    assert set(new) == {"w", "new"}
+    assert new["new"].tolist() == [7 / 4, 28 / 4]
+    assert new["new"].dtype == torch.float16
+    assert torch.equal(new["w"], _t((2 + 36 + 12) / 13))
+    assert list(partial_average({}, [(2.0, {"a": _t(3.0)})])) == ["a"]
 
 
 def test_types_are_kept() -> None:
@@ -70,6 +84,17 @@ TASK = ClientTask("train", 1, 1, 0, parameters={"w": torch.zeros(2)})
 )
 def test_what_cannot_be_averaged_is_named(update: ClientUpdate, reason: str | None) -> None:
     assert fault(TASK, update) == reason
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_own_layers_that_are_not_finite_are_named(value: float) -> None:
+    """Where a client sends its own layers too, they enter averages as well; their names need not be the task's."""
+    update = _update(w=torch.ones(2))
+    local = {"bn.running_mean": torch.tensor([0.0, 1.0]), "adversarial.bn.running_mean": torch.tensor([0.0, value])}
+    assert fault(TASK, replace(update, local=local)) == "adversarial.bn.running_mean is not finite"
+    assert fault(TASK, replace(update, local={"bn.running_mean": local["bn.running_mean"]})) is None
+    counter = {"bn.num_batches_tracked": torch.tensor(3)}
+    assert fault(TASK, replace(update, local=counter)) is None
 
 
 def test_sift_keeps_client_order() -> None:

@@ -11,11 +11,13 @@ from fedprophet.client.segment import Segment
 ADVERSARIAL = "adversarial."
 """A client keeps its adversarial statistics beside the others, under names that begin with this."""
 _STATISTICS = ("running_mean", "running_var")
+_COUNTER = "num_batches_tracked"
+"""How many batches the statistics have seen, by which a norm layer without a momentum weighs the next one."""
 
 
 def statistics_names(chain: Chain) -> tuple[str, ...]:
     """Return the names of the statistics that norm layers keep: running means and variances."""
-    return tuple(name for name in chain.local() if name.rpartition(".")[2] in _STATISTICS)
+    return _named(chain, _STATISTICS)
 
 
 class TwoSets:
@@ -27,7 +29,7 @@ class TwoSets:
     def __init__(self, chain: Chain, own: Mapping[str, Tensor]) -> None:
         """Take the clean statistics that are loaded into the chain aside, and load the adversarial ones."""
         self._chain = chain
-        self._names = statistics_names(chain)
+        self._names = _named(chain, (*_STATISTICS, _COUNTER))
         self._aside = self._live()
         chain.load({name: own[ADVERSARIAL + name] for name in self._names if ADVERSARIAL + name in own})
 
@@ -52,3 +54,7 @@ class TwoSets:
     def _live(self) -> dict[str, Tensor]:
         tensors = self._chain.tensors
         return {name: tensors[name].detach().clone() for name in self._names}
+
+
+def _named(chain: Chain, endings: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in chain.local() if name.rpartition(".")[2] in endings)

@@ -9,7 +9,7 @@ weighted mean over them alone. The server's model f, of the largest architecture
 Its last layer starts each round as the average of the clients' last layers, and is given back to every architecture.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -29,19 +29,24 @@ def consensus(logits: Tensor, diversity: float) -> dict[str, Tensor]:
     """Return the target of each sample from scores (models × samples × classes), each weighted by its variance."""
     probabilities = torch.softmax(logits, dim=2)
     variance = probabilities.var(dim=2, correction=0)
-    labels = _weighted_mean(probabilities, variance).argmax(dim=1)
-    disagrees = probabilities.argmax(dim=2) != labels
+    labels = _weighted_mean(probabilities, variance, torch.ones_like(variance)).argmax(dim=1)
+    disagrees = (probabilities.argmax(dim=2) != labels).to(variance.dtype)
     return {
         "labels": labels,
-        "probabilities": _weighted_mean(probabilities, variance * disagrees),
-        "weights": diversity * disagrees.any(dim=0),
+        "probabilities": _weighted_mean(probabilities, variance, disagrees),
+        "weights": diversity * disagrees.amax(dim=0),
     }
 
 
-def _weighted_mean(probabilities: Tensor, weights: Tensor) -> Tensor:
-    """Return the mean over models; where no weight is above zero, all count alike."""
-    weights = torch.where(weights.sum(dim=0) > 0, weights, torch.ones_like(weights))
-    return (weights.unsqueeze(2) * probabilities).sum(dim=0) / weights.sum(dim=0).unsqueeze(1)
+def _weighted_mean(probabilities: Tensor, variance: Tensor, counted: Tensor) -> Tensor:
+    """Return the mean over the models that are counted (1, the others 0), and zero where none is.
+
+    Where none of them has any confidence, they count alike.
+    """
+    weights = variance * counted
+    weights = torch.where(weights.sum(dim=0) > 0, weights, counted)
+    total = weights.sum(dim=0).unsqueeze(1)
+    return (weights.unsqueeze(2) * probabilities).sum(dim=0) / torch.where(total > 0, total, 1.0)
 
 
 def last_layer(chain: Chain) -> dict[str, str]:
@@ -51,19 +56,25 @@ def last_layer(chain: Chain) -> dict[str, str]:
     return {part: names[id(tensor)] for part, tensor in layers[-1].named_parameters()} if layers else {}
 
 
+def _shapes(chain: Chain, layer: Mapping[str, str]) -> str:
+    """Return the shapes of a layer's tensors, for comparing and for people."""
+    return ", ".join(f"{part} {'×'.join(map(str, chain.tensors[name].shape))}" for part, name in layer.items())
+
+
 class FedET(Distillation):
     """A server model that learns from the clients' consensus, and hands its last layer to all of them."""
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
         self._last = {name: last_layer(member.chain) for name, member in self.family.items()}
-        shapes = {
-            name: {part: tuple(member.chain.tensors[own].shape) for part, own in self._last[name].items()}
-            for name, member in self.family.items()
-        }
+        shapes = {name: _shapes(member.chain, self._last[name]) for name, member in self.family.items()}
         if not shapes[BACKBONE] or any(shape != shapes[BACKBONE] for shape in shapes.values()):
-            listed = "; ".join(f"{name}: {shape or 'no linear layer'}" for name, shape in shapes.items())
-            raise ConfigError(f"distillation.family: fedet needs models whose last layers have one shape ({listed})")
+            own = {BACKBONE: world.config.model.name}
+            listed = "; ".join(f"{own.get(n, n)}: {shape or 'no linear layer'}" for n, shape in shapes.items())
+            raise ConfigError(
+                f"distillation.family: fedet needs models whose last linear layers have the same shape ({listed}). "
+                "Name models of one family and width"
+            )
 
     def join(
         self, state: DistillationState, tasks: Sequence[ClientTask], updates: Sequence[ClientUpdate], record: Record

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from fedprophet.client.statistics import ADVERSARIAL, statistics_names
 from fedprophet.client.task import SERVER, ClientTask, ClientUpdate, Resources
-from fedprophet.methods.base import named, usable
+from fedprophet.errors import ModelError
+from fedprophet.methods.base import World, named, usable
 from fedprophet.methods.baseline import Baseline, BaselineState, Joining
 from fedprophet.server.aggregate import Parameters, partial_average
 from fedprophet.server.coordinator import Record
@@ -49,6 +50,15 @@ class FedRBN(Baseline[BaselineState]):
         "mean over the clients that have trained, weighted by shard size; statistics are those for attacked images"
     )
 
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self._statistics = statistics_names(world.chain)
+        if not self._statistics:
+            raise ModelError(
+                f"method {world.config.method} needs norm layers that keep statistics, such as batch norms, and "
+                f"{type(world.chain.model).__name__} has none: use a model that has some, or another method"
+            )
+
     def assign(self, state: BaselineState, available: Mapping[int, Resources], record: Record) -> list[ClientTask]:
         """Let everyone train the whole model, and attack it where it fits their memory."""
         tasks = []
@@ -74,7 +84,7 @@ class FedRBN(Baseline[BaselineState]):
         self, state: BaselineState, tasks: Sequence[ClientTask], found: Sequence[ClientUpdate]
     ) -> list[ClientTask]:
         attacked = {task.client for task in tasks if task.adversarial_statistics}
-        names = statistics_names(self.world.chain)
+        names = self._statistics
         sources = [
             (named(update.local, names), {name: update.local[ADVERSARIAL + name] for name in names})
             for update in found

@@ -7,7 +7,7 @@ nothing else. Each coordinate is averaged over the clients that trained it; what
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from fedprophet.cascade.channels import Channels, Kept, Rule, channels_of, first
 from fedprophet.cascade.cost import ChainCost, cost_of
 from fedprophet.cascade.narrow import narrow_chain, scatter_average, slice_state
 from fedprophet.client.task import ClientTask, ClientUpdate, Resources
+from fedprophet.errors import ModelError
 from fedprophet.methods.base import World, usable
 from fedprophet.methods.baseline import Baseline, BaselineState, Joining
 from fedprophet.server.coordinator import Record
@@ -30,16 +31,13 @@ class PartialTraining(Baseline[BaselineState]):
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
+        self.channels = self._find_channels()
+        """The channels that sub-networks are cut along."""
         self._cost_of_widths = lru_cache(COSTS_KEPT)(self._count)
 
     def rule(self, state: BaselineState, client: int) -> Rule:
         """Return how a client's channels are chosen in this round."""
         raise NotImplementedError
-
-    @cached_property
-    def channels(self) -> Channels:
-        """The channels that sub-networks are cut along."""
-        return channels_of(self.world.chain.model, self.world.cost.input[1:])
 
     def width(self, resources: Resources) -> float:
         """Return r, the fraction of the channels that a client can train."""
@@ -59,6 +57,12 @@ class PartialTraining(Baseline[BaselineState]):
     def cost(self, task: ClientTask) -> ChainCost:
         """Return the cost of a network that really has the kept channels alone."""
         return self._cost_of_widths(tuple(len(channels) for channels in task.kept.values()))
+
+    def _find_channels(self) -> Channels:
+        try:
+            return channels_of(self.world.chain.model, self.world.cost.input[1:])
+        except ModelError as error:
+            raise ModelError(f"method {self.world.config.method} trains narrow sub-networks: {error}") from None
 
     def _count(self, widths: tuple[int, ...]) -> ChainCost:
         whole, groups = self.world.cost, self.channels.groups

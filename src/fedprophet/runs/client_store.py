@@ -6,7 +6,7 @@ later ones.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -48,7 +48,6 @@ class ClientStore:
         self._limit = memory_limit
         self._clients: OrderedDict[Key, _Client] = OrderedDict()
         self._size = 0
-        self._on_disk: dict[str, dict[int, tuple[int, ...]]] = {}
 
     def get(self, architecture: str, client: int, timeline: Timeline, before: int) -> Layers | None:
         """Return the newest layers that count, made before round `before`; they must not be changed in place."""
@@ -70,14 +69,6 @@ class ClientStore:
         self._clients[key] = found
         self._clients.move_to_end(key)
         self._shrink()
-
-    def trained(self, architecture: str, timeline: Timeline, before: int) -> list[int]:
-        """Return the ids of the clients that have layers which count, without reading any layers."""
-        versions: dict[int, Mapping[int, object] | tuple[int, ...]] = dict(self._scanned(architecture))
-        versions.update({client: c.versions for (name, client), c in self._clients.items() if name == architecture})
-        return sorted(
-            client for client, made in versions.items() if timeline.newest(dict.fromkeys(made), before) is not None
-        )
 
     def flush(self) -> None:
         """Write every client that has changed; when this returns, all of it is on the disk."""
@@ -111,21 +102,11 @@ class ClientStore:
         write_atomic_all(((self._path(key), _to_bytes(self._clients[key].versions)) for key in keys), advice)
         for key in keys:
             self._clients[key].dirty = False
-            if key[0] in self._on_disk:
-                self._on_disk[key[0]][key[1]] = tuple(self._clients[key].versions)
 
     def _path(self, key: Key) -> Path:
         assert self._directory is not None
         architecture, client = key
         return self._directory / architecture / str(client // CLIENTS_PER_FOLDER) / f"{client}.safetensors"
-
-    def _scanned(self, architecture: str) -> dict[int, tuple[int, ...]]:
-        """Return the versions that the files hold; the folder is read once, by the headers of its files."""
-        if self._directory is None:
-            return {}
-        if architecture not in self._on_disk:
-            self._on_disk[architecture] = dict(_scan(self._directory / architecture))
-        return self._on_disk[architecture]
 
 
 def _useful(versions: Mapping[int, Layers], round: int, timeline: Timeline) -> dict[int, Layers]:
@@ -171,14 +152,6 @@ def _read_header(path: Path) -> tuple[int, ...]:
         return tuple(map(int, metadata["versions"].split()))
     except (KeyError, ValueError) as error:
         raise SafetensorError("it does not say which versions it holds") from error
-
-
-def _scan(folder: Path) -> Iterator[tuple[int, tuple[int, ...]]]:
-    for path in folder.glob("*/*.safetensors"):
-        try:
-            yield int(path.stem), _read_header(path)
-        except (OSError, SafetensorError, ValueError) as error:
-            raise _damaged(path, error) from error
 
 
 def _damaged(path: Path, error: Exception) -> CheckpointError:

@@ -181,14 +181,16 @@ def _family(
     twice = sorted({member for member in names if names.count(member) > 1})
     if twice:
         raise ConfigError(f"distillation.family: it names {', '.join(map(repr, twice))} twice. Name each model once")
+    # A model that was handed over has weights of its own, and so have those beside it.
+    weights = "" if name == CUSTOM else config.model.weights
     family, notes = {}, []
     for member in names[:-1]:
         with _about("distillation.family"):
             model = _build(config, member, dataset.shape, dataset.classes)
         # A member of another kind, such as a plain CNN beside VGGs, has nothing in common with the weights.
-        if config.model.weights and isinstance(model, type(backbone.chain.model)):
+        if weights and isinstance(model, type(backbone.chain.model)):
             with _about("model.weights"):
-                notes.append(f"{member}: {load_weights(model, config.model.weights, name).summary()}")
+                notes.append(f"{member}: {load_weights(model, weights, name).summary()}")
         chain = chain_of(model, normalize)
         family[member] = Architecture(chain, _cost(config, chain, dataset))
     return {**family, BACKBONE: backbone}, tuple(notes)

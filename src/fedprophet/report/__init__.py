@@ -1,0 +1,1 @@
+"""Reports: runs side by side, as tables, files and pictures."""

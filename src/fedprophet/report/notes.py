@@ -1,0 +1,140 @@
+"""What a reader must know beside a table: where its numbers come from, and why some of them are missing."""
+
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from fedprophet.report.compare import ATTACKS, NOT_SET, REFERENCE, Comparison, Setting, candidates, relevant_settings
+from fedprophet.report.runs import KINDS
+from fedprophet.runs.files import how_to_resume
+
+READING = (
+    "Personalised: each client's own held-out data and norm layers, as in the paper. "
+    "Global: the one exported model, with averaged norm layers, on the test set.",
+    "Memory is that of the cost model, not measured; MB is 10^6 bytes. Least: what a device must have to take part in "
+    "every round (the smallest task of each round, the largest of these over the rounds). Peak: the largest task.",
+    "Time is simulated on the devices of the fleet: a round lasts as long as its slowest client. Network time (the "
+    "slowest link of each round) is not part of it.",
+)
+SEVERAL_SEEDS = "Rows with several seeds show mean ± sample standard deviation; a speed-up is the ratio of mean times."
+FAST_MARK = "†"
+FAST = f"{FAST_MARK} aa-fast: APGD-CE and APGD-T alone. Under the whole AutoAttack the accuracy can only be lower."
+
+
+def reading(comparison: Comparison) -> list[str]:
+    """Return how to read the tables."""
+    rows = [row for setting in comparison.settings for row in setting.rows]
+    return [*READING, *([SEVERAL_SEEDS] if any(len(row.runs) > 1 for row in rows) else [])]
+
+
+def setting_notes(setting: Setting) -> list[str]:
+    """Return the notes on a setting's tables."""
+    return [note for kind in _KINDS_OF_NOTES for note in kind(setting)]
+
+
+def _sources(setting: Setting) -> Iterator[str]:
+    """Starting weights decide the accuracies, so that they are always named."""
+    weights = ((row.runs[0].config.model.weights or "drawn at random", row.label) for row in setting.rows)
+    yield f"Starting weights: {_each(weights)}."
+    versions = sorted({run.version for run in setting.runs if run.version})
+    if versions:
+        yield f"Made with fedprophet {', '.join(versions)}."
+
+
+def _samples(setting: Setting) -> Iterator[str]:
+    texts = []
+    for kind in KINDS:
+        for columns, name in ((("clean", "pgd"), "clean and PGD"), (("aa",), "AA")):
+            cells = [row.accuracy(kind, column) for row in setting.rows for column in columns]
+            counts = sorted({count for cell in cells if cell for count in cell.samples})
+            if counts:
+                texts.append(f"{kind} {name} {_range(counts)}")
+    if texts:
+        yield f"Samples behind an accuracy: {', '.join(texts)}."
+
+
+def _range(numbers: Sequence[int]) -> str:
+    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+
+
+def _rows_differ(setting: Setting) -> Iterator[str]:
+    """Name the keys in which rows differ and that no label, or not every one, tells."""
+    rows = [(row, relevant_settings(row.runs[0].config)) for row in setting.rows]
+    for key in dict.fromkeys(key for _, keys in rows for key in keys):
+        told = {keys.get(key, NOT_SET) for row, keys in rows if key in row.differs}
+        untold = {keys.get(key, NOT_SET) for row, keys in rows if key not in row.differs}
+        if key != "model.weights" and (told or len(untold) > 1):
+            yield f"Rows differ in {key}: {_each((keys.get(key, NOT_SET), row.label) for row, keys in rows)}."
+
+
+def _unfinished(setting: Setting) -> Iterator[str]:
+    for run in (run for row in setting.rows if not row.finished for run in row.runs):
+        last = run.last
+        reached = f", clean {last.clean:.1%} and PGD {last.adversarial:.1%} in round {last.round}" if last else ""
+        yield (
+            f"{run.path} is not finished: {run.rounds} rounds so far{reached}; time and memory are those so far. "
+            f"Go on with: {how_to_resume(run.path)}"
+        )
+
+
+def _of_runs(setting: Setting) -> Iterator[str]:
+    yield from (f"{run.path}: {note.rstrip('.')}." for run in setting.runs for note in run.notes)
+    unknown = [str(run.path) for run in setting.runs if run.time is not None and run.memory is None and run.rounds]
+    if unknown:
+        yield f"Memory is not in the journal of {', '.join(unknown)}: an earlier version made it."
+
+
+def _attacks(setting: Setting) -> Iterator[str]:
+    yield from (
+        f"{row.label}: {kind} {column.upper()} of {cell.value.count} of {len(row.runs)} seeds."
+        for row in setting.rows
+        for kind in KINDS
+        for column in ATTACKS
+        if (cell := row.accuracy(kind, column)) and cell.value.count < len(row.runs)
+    )
+    cells = [row.accuracy(kind, "aa") for row in setting.rows for kind in KINDS]
+    if any(cell and cell.attack == "aa-fast" for cell in cells):
+        yield FAST
+    missing = [row for row in setting.rows if row.finished and not row.accuracy("personalised", "aa")]
+    if missing:
+        run = shlex.quote(str(missing[0].runs[0].path))
+        yield (
+            f"AA is not measured for {', '.join(row.label for row in missing)}. "
+            f"Measure it with: fedprophet evaluate {run} --attack autoattack"
+        )
+
+
+def _speedups(setting: Setting) -> Iterator[str]:
+    references = [row for row in setting.rows if row.method == REFERENCE and row.finished]
+    missing = [row for row in setting.rows if row.finished and not candidates(row, references)]
+    if missing:
+        config = shlex.quote(str(missing[-1].runs[0].path / "config.toml"))
+        yield (
+            f"No speed-up for {', '.join(row.label for row in missing)}: no finished jFAT run with the same data, "
+            f"model and fleet is given. Make one with: fedprophet train {config} --method {REFERENCE}"
+        )
+    choices = [row for row in setting.rows if len(candidates(row, references)) > 1]
+    if choices:
+        over = _each((row.speedup.over, row.label) for row in choices if row.speedup)
+        yield f"Several jFAT rows fit. Speed-ups are over the one with the nearest settings: {over}."
+
+
+def _each(pairs: Iterable[tuple[str, str]]) -> str:
+    """Return `A for x, y; B for the others`: each value and whose it is; the most frequent one comes last."""
+    found: dict[str, list[str]] = {}
+    for value, label in pairs:
+        found.setdefault(value, []).append(label)
+    *rare, usual = sorted(found, key=lambda value: len(found[value]))
+    if not rare:
+        return f"{usual} for all rows"
+    return "; ".join([*(f"{value} for {', '.join(found[value])}" for value in rare), f"{usual} for the others"])
+
+
+_KINDS_OF_NOTES: Sequence[Callable[[Setting], Iterable[str]]] = (
+    _sources,
+    _samples,
+    _rows_differ,
+    _unfinished,
+    _of_runs,
+    _attacks,
+    _speedups,
+)

@@ -1,0 +1,114 @@
+"""What the tests of methods for unlike devices share: fleets of chosen memory, a model of four channels, a resume."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fedprophet.client.task import ClientTask, ClientUpdate, Resources
+from fedprophet.data.dataset import from_tensors
+from fedprophet.runs.config import Config
+from fedprophet.runs.session import Session, assemble
+from fedprophet.runs.state import pack, unpack
+from fedprophet.server.coordinator import Record, hold
+
+DEVICE = '[[device]]\nname = "{name}"\nperformance = "1 GFLOPS"\nmemory = {memory}\nbandwidth = "10MB/s"\n'
+
+
+@pytest.fixture(scope="session")
+def fleet(tmp_path_factory) -> Callable[..., dict[str, Any]]:
+    """Return the settings of a fleet with devices of these peak memories, of which U[0, 1] is free."""
+
+    def settings(*memories: int) -> dict[str, Any]:
+        path = tmp_path_factory.mktemp("pool") / "pool.toml"
+        path.write_text("\n".join(DEVICE.format(name=f"device {m}", memory=m) for m in memories))
+        return {"fleet.pool": str(path), "fleet.memory_share": 1.0}
+
+    return settings
+
+
+@pytest.fixture(scope="session")
+def resumed() -> Callable[[Config, Path, int], tuple[Session, Any, Record]]:
+    """Return a function that plays a round again from the state before it, which a first try left behind.
+
+    That try got to the end of the round and stored what clients keep, but not its state.
+    """
+
+    def play(config: Config, folder: Path, round: int) -> tuple[Session, Any, Record]:
+        first = assemble(config, folder)
+        state = first.method.initial()
+        for _ in range(round - 1):
+            state, _ = hold(first.method.round(state), first.engine)
+        data, tensors = pack(state)
+        hold(first.method.round(state), first.engine)
+        first.layers.flush()
+        again = assemble(config, folder)
+        saved = unpack(again.method.state, json.loads(json.dumps(data)), tensors)
+        return again, *hold(again.method.round(saved), again.engine)
+
+    return play
+
+
+@dataclass(frozen=True)
+class FourChannels:
+    """A method for the model conv 1 → 4, linear 4 → 2 on single pixels; channel c of both layers starts at 10 (c + 1).
+
+    Its biases are 0.5 for each channel and -1 for each class.
+    """
+
+    method: Any
+
+    def tasks(self, round: int, widths: Mapping[int, float]) -> list[ClientTask]:
+        """Return what clients of these width fractions are asked in a round."""
+        whole = self.method.world.cost.total_memory
+        available = {client: Resources(int(r * whole), 1.0, 1.0) for client, r in widths.items()}
+        return self.method.assign(self.state(round), available, {})
+
+    def state(self, round: int) -> Any:
+        ten = torch.tensor([10.0, 20.0, 30.0, 40.0])
+        model = {
+            "0.weight": ten.view(4, 1, 1, 1),
+            "0.bias": torch.full((4,), 0.5),
+            "2.weight": torch.stack([ten, -ten]),
+            "2.bias": torch.full((2,), -1.0),
+        }
+        initial = self.method.initial()
+        assert {name: value.shape for name, value in initial.model.items()} == {n: v.shape for n, v in model.items()}
+        return replace(initial, model=model, round=round)
+
+    def joined(self, tasks: Sequence[ClientTask], weights: Sequence[float], sent: Sequence[Mapping[str, Any]]) -> Any:
+        """Return the model after clients of these weights sent these numbers."""
+        updates = [
+            ClientUpdate("train", task.round, task.client, q, {"loss": 1.0}, parameters=_like(task.parameters, numbers))
+            for task, q, numbers in zip(tasks, weights, sent, strict=True)
+        ]
+        try:
+            next(self.method.join(self.state(tasks[0].round), tasks, updates, {}))
+        except StopIteration as end:
+            return {name: value.flatten().tolist() for name, value in end.value.model.items()}
+        raise AssertionError("joining needs no further task")
+
+
+def _like(parameters: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {
+        name: torch.tensor(values, dtype=torch.float32).view_as(parameters[name]) for name, values in numbers.items()
+    }
+
+
+@pytest.fixture(scope="session")
+def four_channels(tiny) -> Callable[[str], FourChannels]:
+    """Return a function that makes a method for a model of four channels."""
+
+    def make(method: str) -> FourChannels:
+        images, labels = torch.rand(8, 1, 1, 1), torch.arange(8) % 2
+        settings = {"method": method, "population.clients": 2, "shards.kind": "iid"}
+        model = nn.Sequential(nn.Conv2d(1, 4, 1), nn.Flatten(), nn.Linear(4, 2))
+        session = assemble(tiny(settings), model=model, dataset=from_tensors(images, labels, images, labels))
+        return FourChannels(session.method)
+
+    return make

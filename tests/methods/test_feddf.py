@@ -1,0 +1,439 @@
+"""FedDF: who trains what, what is averaged, what every architecture distils, and what the result is."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedprophet import models
+from fedprophet.client.task import BACKBONE, SERVER, ClientTask, ClientUpdate
+from fedprophet.methods.feddf import mean_prediction
+from fedprophet.methods.jfat import JointTraining
+from fedprophet.models.normalize import Normalize
+from fedprophet.runs.config import Config
+from fedprophet.runs.results import evaluate, exported_model
+from fedprophet.runs.session import assemble
+from fedprophet.runs.state import pack, unpack
+from fedprophet.server.coordinator import hold
+
+SMALLEST, MIDDLE, LARGEST = "vgg-small-3", "vgg-small-5", BACKBONE
+NAMES = {SMALLEST: SMALLEST, MIDDLE: MIDDLE, BACKBONE: "vgg-small"}
+MEMORY = {SMALLEST: 60_696, MIDDLE: 163_088, LARGEST: 235_920}
+"""What training takes at width 4 in batches of 16."""
+PUBLIC = 40
+SETTINGS = {
+    "method": "feddf",
+    "model.options": {"width": 4},
+    "population.clients": 4,
+    "population.cohort": 4,
+    "distillation.public": PUBLIC,
+    "distillation.iterations": 3,
+}
+TRAINED = {
+    1: {0: LARGEST, 1: SMALLEST, 2: LARGEST, 3: SMALLEST},
+    2: {0: SMALLEST, 1: MIDDLE, 2: LARGEST, 3: MIDDLE},
+    3: {0: MIDDLE, 1: MIDDLE, 2: SMALLEST, 3: SMALLEST},
+}
+"""Who trains what in each round; in each of them one architecture is trained by nobody or by one client alone."""
+ACCURACIES = {1: (0.5, 0.2), 2: (0.4, 0.3), 3: (0.6, 0.1)}
+
+
+class Memories:
+    """An engine whose clients report exactly the memory of the architecture that a table gives them."""
+
+    def __init__(self, engine) -> None:
+        self.engine = engine
+
+    def map(self, tasks: Iterable[ClientTask]) -> Iterator[ClientUpdate]:
+        for update in self.engine.map(tasks):
+            if update.kind == "report" and update.round in TRAINED and update.resources is not None:
+                memory = MEMORY[TRAINED[update.round][update.client]]
+                update = replace(update, resources=replace(update.resources, memory=memory))
+            yield update
+
+
+@pytest.fixture(scope="module")
+def played(tiny, play_in_memory, scripted):
+    return play_in_memory(tiny(SETTINGS), lambda engine: Memories(scripted(ACCURACIES)(engine)))
+
+
+def weighted(updates: Iterable[ClientUpdate], name: str) -> Tensor:
+    """Σ q_k w_k / Σ q_k over shards of q_k samples, written out."""
+    sums, total = 0.0, 0.0
+    for update in updates:
+        sums = sums + update.weight * {**update.parameters, **update.local}[name].double()
+        total += update.weight
+    return sums / total
+
+
+def scores(session, name: str, tensors: Mapping[str, Tensor], images: Tensor) -> Tensor:
+    """Return what a bare model of the registry says, its norm layers in evaluation mode."""
+    model = models.build(NAMES[name], (1, 8, 8), 10, width=4)
+    model.load_state_dict(dict(tensors))
+    with torch.no_grad():
+        return nn.Sequential(Normalize(session.dataset.mean, session.dataset.std), model).eval()(images)
+
+
+def public_images(session) -> Tensor:
+    return session.population.client_data(SERVER).train.fetch(torch.arange(PUBLIC))
+
+
+# The target.
+
+
+def test_the_target_is_the_softmax_of_the_mean_score() -> None:
+    logits = torch.tensor([[[0.0, 2.0, 4.0], [1.0, 1.0, 1.0]], [[2.0, 2.0, 0.0], [1.0, 5.0, -1.0]]])
+    target = mean_prediction(logits)
+    # The means are (1, 2, 2) and (1, 3, 0).
+    e = 2.718281828459045
+    first = [e / (e + 2 * e**2), e**2 / (e + 2 * e**2), e**2 / (e + 2 * e**2)]
+    second = [e / (e + e**3 + 1), e**3 / (e + e**3 + 1), 1 / (e + e**3 + 1)]
+    assert torch.allclose(target["probabilities"], torch.tensor([first, second]), atol=1e-6)
+    # Not the mean of the probabilities, which for the first sample is far more even.
+    assert not torch.allclose(target["probabilities"], torch.softmax(logits, 2).mean(0), atol=1e-2)
+    assert target["weights"].tolist() == [1.0, 1.0]
+    assert set(target) == {"probabilities", "weights"}
+
+
+# Who trains what.
+
+
+def test_the_sizes_in_this_file_are_those_of_the_models(played) -> None:
+    assert {name: member.cost.total_memory for name, member in played.session.world.family.items()} == MEMORY
+
+
+@pytest.mark.parametrize(
+    ("budget", "expected"),
+    [
+        (MEMORY[LARGEST], "vgg-small"),
+        (MEMORY[LARGEST] - 1, MIDDLE),
+        (MEMORY[MIDDLE], MIDDLE),
+        (MEMORY[MIDDLE] - 1, SMALLEST),
+        (MEMORY[SMALLEST], SMALLEST),
+        (MEMORY[SMALLEST] - 1, SMALLEST),  # nothing fits
+    ],
+)
+def test_a_client_trains_the_largest_model_that_fits_what_its_device_can_spare(tiny, fleet, budget, expected) -> None:
+    """Half the devices have next to no memory, and so just the reserve; the others have more than enough."""
+    changes = {**SETTINGS, **fleet(1000, 10**12), "memory.budget": budget, "population.clients": 12}
+    session = assemble(tiny({**changes, "population.cohort": 12}))
+    conversation = session.method.round(session.method.initial())
+    tasks = conversation.send(list(session.engine.map(next(conversation))))
+    peaks = {task.client: session.population.device(task.client).memory for task in tasks}
+    assert set(peaks.values()) == {1000, 10**12}
+    for task in tasks:
+        name = expected if peaks[task.client] == 1000 else "vgg-small"
+        assert NAMES[task.architecture] == name
+        model = models.build(name, (1, 8, 8), 10, width=4)
+        assert task.last == len(session.world.family[task.architecture].chain)
+        norms = {n for n, layer in model.named_modules() if isinstance(layer, nn.BatchNorm2d)}
+        shared = {n for n in model.state_dict() if n.rpartition(".")[0] not in norms}
+        assert set(task.parameters) == shared, "norm layers never travel to a client"
+
+
+def test_clients_train_under_the_attack_after_the_warm_up(played) -> None:
+    for number in (1, 2, 3):
+        tasks, _ = played.of(number, "train")
+        assert {(task.first, task.head, task.frozen) for task in tasks} == {(0, None, ())}
+        assert {task.threat and (task.threat.radius, task.threat.steps) for task in tasks} == (
+            {None} if number == 1 else {(0.1, 2)}
+        )
+
+
+def test_the_journal_says_who_trained_what_and_at_what_cost(played) -> None:
+    for number, record in enumerate(played.records, start=1):
+        chosen = TRAINED[number]
+        assert record["architectures"] == {str(client): NAMES[name] for client, name in chosen.items()}
+        for client, name in chosen.items():
+            assert record["times"][str(client)]["memory_bytes"] == MEMORY[name]
+
+
+def test_a_client_starts_with_the_servers_parameters_of_its_architecture(played) -> None:
+    for number in (1, 2, 3):
+        for task in played.of(number, "train")[0]:
+            model = played.states[number - 1].models[task.architecture]
+            assert all(torch.equal(value, model[name]) for name, value in task.parameters.items())
+
+
+def test_a_client_keeps_the_norm_layers_of_each_architecture_for_itself(played, same_tensors) -> None:
+    """Client 1 trained the smallest model in round 1 and the middle one from round 2 on."""
+    layers, timeline = played.session.layers, played.session.method.timeline(played.states[2])
+    first, second = (played.of(number, "train")[1][1] for number in (1, 2))
+    assert same_tensors(layers.get(SMALLEST, 1, timeline, 4), first.local)
+    assert same_tensors(layers.get(MIDDLE, 1, timeline, 3), second.local)
+    assert layers.get(BACKBONE, 1, timeline, 4) is None
+    # Two batches in the first round, two more on top of them in the second.
+    (third,) = (u for u in played.of(3, "train")[1] if u.client == 1)
+    assert int(third.local["features.1.num_batches_tracked"]) == 4
+
+
+# Averaging and the ensemble.
+
+
+def test_each_architecture_is_averaged_over_those_who_trained_it(played) -> None:
+    for number, chosen in TRAINED.items():
+        updates = played.of(number, "train")[1]
+        assert len({update.weight for update in updates}) > 1, "the weights must be able to matter"
+        students = {task.architecture: task.parameters for task in played.of(number, "distill")[0]}
+        assert set(students) == set(MEMORY)
+        for architecture, student in students.items():
+            before = played.states[number - 1].models[architecture]
+            its = [update for update in updates if chosen[update.client] == architecture]
+            assert set(student) == set(before)
+            for name, value in student.items():
+                if not its:
+                    assert torch.equal(value, before[name]), "nobody trained it"
+                elif value.is_floating_point():
+                    assert torch.allclose(value.double(), weighted(its, name), rtol=1e-6, atol=1e-7), name
+            if its:
+                assert not torch.equal(student["features.0.weight"], before["features.0.weight"])
+
+
+def test_every_clients_model_speaks_with_its_own_norm_layers(played) -> None:
+    images = public_images(played.session)
+    for number, chosen in TRAINED.items():
+        updates = played.of(number, "train")[1]
+        tasks, answers = played.of(number, "predict")
+        assert [task.client for task in tasks] == [SERVER] * 4
+        for update, answer in zip(updates, answers, strict=True):
+            own = {**update.parameters, **update.local}
+            expected = scores(played.session, chosen[update.client], own, images)
+            assert torch.allclose(answer.parameters["logits"], expected, rtol=1e-4, atol=1e-5)
+        # Two clients of one architecture have different layers, so the check above can tell them apart.
+        same = [u for u in updates if chosen[u.client] == chosen[3]]
+        assert len(same) == 2
+        swapped = {**same[0].parameters, **same[1].local}
+        assert not torch.allclose(
+            scores(played.session, chosen[3], swapped, images),
+            scores(played.session, chosen[3], {**same[0].parameters, **same[0].local}, images),
+            atol=1e-3,
+        )
+
+
+def test_every_architecture_distils_the_mean_of_all_clients_models(played) -> None:
+    for number in TRAINED:
+        _, answers = played.of(number, "predict")
+        mean = torch.stack([answer.parameters["logits"] for answer in answers]).double().mean(0)
+        tasks, trained = played.of(number, "distill")
+        assert [task.architecture for task in tasks] == [SMALLEST, MIDDLE, LARGEST]
+        for task, update in zip(tasks, trained, strict=True):
+            assert task.client == SERVER
+            assert task.threat is None
+            assert task.training.iterations == 3
+            assert task.training.learning_rate == pytest.approx(0.1 * 0.994 ** (number - 1))
+            assert (task.training.momentum, task.training.batch) == (0.9, 16)
+            assert torch.allclose(task.targets["probabilities"].double(), torch.softmax(mean, 1), atol=1e-6)
+            assert "labels" not in task.targets
+            assert not torch.equal(update.parameters["features.0.weight"], task.parameters["features.0.weight"])
+            counter = "features.1.num_batches_tracked"
+            assert int(update.parameters[counter]) == int(task.parameters[counter]) + 3, "three steps"
+
+
+def test_the_paper_distils_for_128_iterations() -> None:
+    assert Config().distillation.iterations == 128
+
+
+def test_what_was_distilled_is_the_state_and_the_largest_is_the_result(played, same_tensors) -> None:
+    for number in (1, 2):
+        state, (_, trained) = played.states[number], played.of(number, "distill")
+        for update, name in zip(trained, MEMORY, strict=True):
+            assert same_tensors(state.models[name], update.parameters)
+        assert same_tensors(state.model, state.models[BACKBONE])
+
+
+def test_the_journal_has_the_loss_of_every_distillation(played) -> None:
+    for number, record in enumerate(played.records, start=1):
+        losses = {NAMES[n]: u.metrics["loss"] for n, u in zip(MEMORY, played.of(number, "distill")[1], strict=True)}
+        assert record["distillation"] == losses
+        assert all(0 < loss < 10 for loss in losses.values())
+
+
+# The result.
+
+
+def test_the_best_round_comes_back_and_the_last_is_reported_too(played, same_tensors) -> None:
+    """0.4 + 1.5 · 0.3 = 0.85 beats 0.8 and 0.75."""
+    end = played.states[-1]
+    assert same_tensors(end.model, played.states[2].model)
+    assert not same_tensors(end.model, end.models[BACKBONE])
+    results = played.session.method.results(end)
+    assert {name: (r["round"], r["clean"], r["adversarial"]) for name, r in results.items()} == {
+        "best": (2, pytest.approx(0.4), pytest.approx(0.3)),
+        "last": (3, pytest.approx(0.6), pytest.approx(0.1)),
+    }
+
+
+def _told_apart(state):
+    """Return a state whose model says class 3 with the norm layers it was distilled with, and class 7 with any others.
+
+    Its last norm layer gives out nothing, so that the bias alone decides.
+    """
+    last = [name for name in state.model if name.endswith(".running_mean")][-1].removesuffix(".running_mean")
+    weight, bias = torch.zeros(10, 16), torch.zeros(10)
+    weight[7], bias[3] = 1000.0, 1.0
+    changes = {f"{last}.weight": torch.zeros(16), f"{last}.bias": torch.zeros(16)}
+    changes |= {"classifier.0.weight": weight, "classifier.0.bias": bias}
+    return replace(state, model={**state.model, **changes}), changes
+
+
+def test_clients_evaluate_the_servers_model_with_its_norm_layers_and_not_their_own(played) -> None:
+    session = played.session
+    state, changes = _told_apart(played.states[1])
+    local = set(session.world.chain.local())
+    assert set(changes) & local, "a norm layer is among the changes"
+    for client in (0, 2):  # both have norm layers of their own for this architecture
+        task = session.method.evaluation_task(state, client, None)
+        labels = session.population.client_data(client).validation.labels
+        (answer,) = session.engine.map([task])
+        assert answer.metrics["clean"] == int((labels == 3).sum())
+        own = replace(task, parameters={n: v for n, v in task.parameters.items() if n not in local})
+        (answer,) = session.engine.map([own])
+        assert answer.metrics["clean"] == int((labels == 7).sum()), "the check would see the client's own layers"
+
+
+def test_the_exported_model_has_the_servers_norm_layers(played, same_tensors) -> None:
+    state = played.states[2]
+    exported = exported_model(played.session, state, played.session.engine)
+    assert set(exported) == set(models.build("vgg-small", (1, 8, 8), 10, width=4).state_dict())
+    assert same_tensors(exported, state.model)
+    assert played.session.method.norm_layers != JointTraining.norm_layers
+
+
+def test_the_global_accuracy_leaves_the_public_set_out(played) -> None:
+    session = played.session
+    state, _ = _told_apart(played.states[1])
+    held_out = session.population.client_data(SERVER).validation.labels
+    assert len(held_out) == len(session.dataset.test) - PUBLIC
+    found = evaluate(session, state, ("clean",), session.engine)["global"]["clean"]
+    assert found["samples"] == len(held_out)
+    assert found["accuracy"] == pytest.approx(int((held_out == 3).sum()) / len(held_out))
+
+
+# What goes wrong.
+
+
+def _broken(update: ClientUpdate) -> ClientUpdate:
+    name = "features.0.weight"
+    return replace(update, parameters={**update.parameters, name: update.parameters[name] * float("nan")})
+
+
+def test_a_client_that_diverged_is_in_neither_average_nor_ensemble(tiny, play_in_memory, poisoned) -> None:
+    played = play_in_memory(tiny(SETTINGS), lambda engine: Memories(poisoned(_broken, [1], [0])(engine)), rounds=1)
+    assert played.records[0]["dropped"] == {"0": "features.0.weight is not finite"}
+    updates = played.of(1, "train")[1]
+    asked, answers = played.of(1, "predict")
+    images = public_images(played.session)
+    assert [task.architecture for task in asked] == [SMALLEST, LARGEST, SMALLEST]
+    for update, task, answer in zip(updates[1:], asked, answers, strict=True):
+        expected = scores(played.session, task.architecture, {**update.parameters, **update.local}, images)
+        assert torch.allclose(answer.parameters["logits"], expected, rtol=1e-4, atol=1e-5)
+    tasks = played.of(1, "distill")[0]
+    mean = torch.stack([answer.parameters["logits"] for answer in answers]).mean(0)
+    assert torch.allclose(tasks[0].targets["probabilities"], torch.softmax(mean, 1), atol=1e-6)
+    assert torch.allclose(tasks[2].parameters["features.0.weight"], updates[2].parameters["features.0.weight"])
+    assert all(bool(torch.isfinite(value).all()) for value in played.states[1].model.values())
+
+
+def test_a_round_without_a_usable_update_changes_no_model(tiny, play_in_memory, poisoned, same_tensors) -> None:
+    played = play_in_memory(tiny(SETTINGS), lambda engine: Memories(poisoned(_broken, [1])(engine)), rounds=1)
+    before, after = played.states
+    assert after.failures == 1
+    assert all(same_tensors(before.models[name], after.models[name]) for name in MEMORY)
+    assert played.of(1, "predict")[0] == played.of(1, "distill")[0] == []
+    assert "distillation" not in played.records[0]
+
+
+class Diverging:
+    """An engine on which the distillation of some architectures fails, in the two ways that there are."""
+
+    def __init__(self, engine) -> None:
+        self.engine = engine
+
+    def map(self, tasks: Iterable[ClientTask]) -> Iterator[ClientUpdate]:
+        for update in self.engine.map(tasks):
+            if update.kind == "distill" and update.number == 0:
+                update = _broken(update)
+            if update.kind == "distill" and update.number == 2:
+                update = replace(update, metrics={"loss": float("inf")})
+            yield update
+
+
+def test_a_distillation_that_diverged_leaves_the_model_as_averaged(tiny, play_in_memory, same_tensors) -> None:
+    played = play_in_memory(tiny(SETTINGS), lambda engine: Memories(Diverging(engine)), rounds=1)
+    students = {task.architecture: task.parameters for task in played.of(1, "distill")[0]}
+    state, losses = played.states[1], played.records[0]["distillation"]
+    assert same_tensors(state.models[SMALLEST], students[SMALLEST])
+    assert same_tensors(state.models[LARGEST], students[LARGEST])
+    assert same_tensors(state.model, students[LARGEST])
+    assert not same_tensors(state.models[MIDDLE], students[MIDDLE])
+    assert losses[SMALLEST] is None
+    assert losses["vgg-small"] is None
+    assert losses[MIDDLE] > 0
+
+
+# Resuming, and any order.
+
+
+def test_a_state_that_was_written_and_read_goes_on_to_the_same_bits(tiny, played, scripted, same_tensors) -> None:
+    session = assemble(tiny(SETTINGS))
+    engine = Memories(scripted(ACCURACIES)(session.engine))
+    state, record = hold(session.method.round(session.method.initial()), engine)
+    assert record == played.records[0]
+    state = unpack(session.method.state, *pack(state))
+    for number in (2, 3):
+        state, record = hold(session.method.round(state), engine)
+        assert record == played.records[number - 1]
+    assert same_tensors(state.model, played.states[3].model)
+    assert all(same_tensors(state.models[name], played.states[3].models[name]) for name in MEMORY)
+
+
+def test_a_round_that_was_stopped_at_its_end_is_played_again(tiny, fleet, resumed, tmp_path, same_tensors) -> None:
+    config = tiny({**SETTINGS, **fleet(1000, 10**12), "memory.budget": MEMORY[MIDDLE], "evaluate.clients": 1})
+    _, state, record = resumed(config, tmp_path, 2)
+    assert set(record["architectures"].values()) == {MIDDLE, "vgg-small"}
+    session = assemble(config)
+    straight = session.method.initial()
+    for _ in range(2):
+        straight, expected = hold(session.method.round(straight), session.engine)
+    assert record == expected
+    assert all(same_tensors(state.models[name], straight.models[name]) for name in MEMORY)
+
+
+def test_a_checkpoint_holds_the_result_once(played) -> None:
+    """It is the largest of the family's models, and here the best round's too."""
+    state = played.states[1]
+    once = sum(len(model) for model in state.models.values())
+    data, tensors = pack(state)
+    assert len(tensors) == once
+    assert len(pack(unpack(type(state), data, tensors))[1]) == once
+
+
+def test_the_order_in_which_an_engine_answers_does_not_matter(
+    tiny, played, play_in_memory, scripted, shuffled, same_tensors
+) -> None:
+    mixed = play_in_memory(tiny(SETTINGS), lambda engine: shuffled(Memories(scripted(ACCURACIES)(engine))), rounds=2)
+    assert mixed.records == played.records[:2]
+    for name in MEMORY:
+        assert same_tensors(mixed.states[2].models[name], played.states[2].models[name])
+
+
+# A model of the user's own.
+
+
+def test_a_model_of_ones_own_is_the_largest_of_a_family_of_ones_choice(tiny) -> None:
+    torch.manual_seed(4)
+    net = nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 64, 10)
+    )
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    family = {"model.name": "custom", "distillation.family": [SMALLEST, "custom"]}
+    session = assemble(tiny({**SETTINGS, **family}), model=net)
+    assert list(session.world.family) == [SMALLEST, BACKBONE]
+    assert session.world.family[BACKBONE].chain is session.world.chain
+    state, record = hold(session.method.round(session.method.initial()), session.engine)
+    assert set(record["distillation"]) == {SMALLEST, "custom"}
+    assert set(record["architectures"].values()) <= {SMALLEST, "custom"}
+    assert set(state.model) == set(before)
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items()), "theirs stays as it is"

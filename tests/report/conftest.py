@@ -1,0 +1,69 @@
+"""Run folders written by hand, with numbers that can be added up in the head."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedprophet.runs.config import load_config, to_toml
+
+Client = tuple[float, ...]
+"""Computation, access and communication in seconds, and bytes of memory where the journal has them."""
+KEYS = ("computation_s", "access_s", "communication_s", "memory_bytes")
+ROUNDS: Sequence[Sequence[Client]] = [
+    [(1, 10, 5, 30), (8, 2, 1, 20)],  # the first client is the slowest: 11 s, and has the slowest link
+    [(4, 4, 2, 40), (3, 3, 7, 50)],  # the first again: 8 s; the second has the slowest link
+]
+"""Computation 5 s, access 14 s, communication 12 s; memory: least max(20, 40) bytes, peak 50 bytes."""
+
+
+def cell(accuracy: float, samples: int = 100) -> dict[str, Any]:
+    return {"accuracy": accuracy, "samples": samples}
+
+
+@pytest.fixture
+def write_run(tmp_path: Path) -> Callable[..., Path]:
+    """Return a function that writes a run's folder; `finished=False` leaves its closing summary out."""
+
+    def write(
+        name: str,
+        method: str = "jfat",
+        *settings: str,
+        rounds: Sequence[Sequence[Client]] = ROUNDS,
+        clean: float = 0.8,
+        pgd: float = 0.5,
+        autoattack: float | None = None,
+        results: Mapping[str, Any] | None = None,
+        evaluation: Mapping[str, Any] | None = None,
+        finished: bool = True,
+    ) -> Path:
+        path = tmp_path / name
+        path.mkdir(parents=True)
+        config = load_config(None, [f"method={method}", *settings])
+        (path / "config.toml").write_text(to_toml(config))
+        times = [
+            {str(number): dict(zip(KEYS, client, strict=False)) for number, client in enumerate(clients)}
+            for clients in rounds
+        ]
+        records = [{"round": number, "times": clients} for number, clients in enumerate(times, start=1)]
+        (path / "journal.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        attack = f"pgd{config.evaluate.steps}"
+        summary = {
+            "version": "0.1.0",
+            "rounds": len(rounds),
+            "personalised": {"clean": cell(clean), attack: cell(pgd)},
+            "global": {"clean": cell(clean / 2, 360), attack: cell(pgd / 2, 360)},
+            **(results or {}),
+        }
+        if finished:
+            (path / "results.json").write_text(json.dumps(summary))
+        if autoattack is not None:
+            measured = {"autoattack": cell(autoattack, 50)}
+            evaluation = {"round": len(rounds), "personalised": measured, "global": measured}
+        if evaluation is not None:
+            (path / "evaluation.json").write_text(json.dumps(evaluation))
+        return path
+
+    return write

@@ -1,0 +1,241 @@
+"""Which runs share a row and which rows a table; means, deviations and speed-ups by hand; and what is said beside."""
+
+import math
+
+import pytest
+
+from fedprophet.methods import METHODS
+from fedprophet.report.compare import PAPER_NAMES, REFERENCE, Statistic, compare
+from fedprophet.report.notes import reading, setting_notes
+
+FAST = [[(1, 3, 1, 10)]]  # 4 s
+SLOW = [[(2, 8, 1, 10)]]  # 10 s
+
+
+def only(comparison):
+    assert len(comparison.settings) == 1
+    return comparison.settings[0]
+
+
+def labels(setting):
+    return [row.label for row in setting.rows]
+
+
+def said(setting, *parts):
+    """Return the one note that has all these parts."""
+    found = [note for note in setting_notes(setting) if all(part in note for part in parts)]
+    assert len(found) == 1, setting_notes(setting)
+    return found[0]
+
+
+def test_every_method_has_a_name_and_a_place():
+    assert set(PAPER_NAMES) == set(METHODS)
+    assert REFERENCE in METHODS
+
+
+def test_seeds_share_a_row_with_mean_and_sample_deviation(write_run):
+    paths = [
+        write_run("c", "jfat", "seed=2", clean=0.9, rounds=[[(6, 14, 1, 10)]]),
+        write_run("a", "jfat", "seed=0", clean=0.6, rounds=SLOW, autoattack=0.3),
+        write_run("b", "jfat", "seed=1", "threads=3", "data.root=elsewhere", clean=0.6, rounds=FAST),
+    ]
+    row = only(compare(paths)).rows[0]
+    assert row.seeds == (0, 1, 2)
+    clean = row.accuracy("personalised", "clean")
+    # Mean 0.7; deviations −0.1, −0.1, 0.2: √((0.01 + 0.01 + 0.04) / 2) = √0.03.
+    assert clean.value == Statistic(pytest.approx(0.7), pytest.approx(math.sqrt(0.03)), 3)
+    assert clean.samples == (100, 100, 100)
+    assert row.time("total").mean == pytest.approx((10 + 4 + 20) / 3)
+    assert row.time("access").mean == pytest.approx((8 + 3 + 14) / 3)
+    assert row.accuracy("personalised", "aa").value == Statistic(0.3, None, 1)
+    setting = only(compare(paths))
+    assert said(setting, "jFAT: personalised AA of 1 of 3 seeds.")
+    assert "mean ± sample standard deviation" in reading(compare(paths))[-1]
+
+
+def test_rows_are_in_the_papers_order(write_run):
+    methods = ["fedprophet", "fedrbn", "jfat", "heterofl"]
+    paths = [write_run(method, method) for method in methods]
+    assert labels(only(compare(paths))) == ["jFAT", "HeteroFL-AT", "FedRBN", "FedProphet"]
+
+
+def test_rows_of_a_method_are_told_apart_by_what_is_unusual(write_run):
+    paths = [
+        write_run("a", "fedprophet"),
+        write_run("b", "fedprophet", "seed=1"),
+        write_run("c", "fedprophet", "assignment.enabled=false"),
+        write_run("d", "fedprophet", "train.batch=7"),
+        write_run("e", "jfat"),
+    ]
+    setting = only(compare(paths))
+    assert labels(setting) == [
+        "jFAT",
+        "FedProphet",
+        "FedProphet (assignment.enabled=false)",
+        "FedProphet (train.batch=7)",
+    ]
+    assert setting.rows[1].seeds == (0, 1)
+    assert set(setting.rows[1].differs) == {"assignment.enabled", "train.batch"}
+    assert said(setting, "train.batch: 7 for FedProphet (train.batch=7)").endswith("for the others.")
+
+
+def test_two_rows_without_a_majority_both_say_it(write_run):
+    paths = [write_run(str(batch), "jfat", f"train.batch={batch}") for batch in (8, 16)]
+    assert labels(only(compare(paths))) == ["jFAT (train.batch=8)", "jFAT (train.batch=16)"]
+
+
+def test_keys_in_which_methods_differ_are_named(write_run):
+    setting = only(compare([write_run("a", "jfat", "rounds=84"), write_run("b", "fedprophet", "rounds=21")]))
+    assert labels(setting) == ["jFAT", "FedProphet"]
+    assert said(setting, "Rows differ in rounds") == "Rows differ in rounds: 84 for jFAT; 21 for the others."
+    assert not [note for note in setting_notes(setting) if "train.batch" in note]
+
+
+def test_data_and_fleet_make_tables_of_their_own(write_run):
+    paths = [
+        write_run("a", "jfat", "memory.budget=30%"),
+        write_run("b", "jfat", "fleet.exponent=-1.6"),
+        write_run("c", "fedprophet"),
+        write_run("d", "jfat", "data.name=cifar10"),
+        write_run("e", "jfat", "shards.kind=iid"),
+        write_run("f", "jfat", "memory.budget=50%"),
+    ]
+    settings = compare(paths).settings
+    assert [labels(setting) for setting in settings] == [
+        ['jFAT (memory.budget="30%")', 'jFAT (memory.budget="50%")', "FedProphet"],
+        ["jFAT"],
+        ["jFAT"],
+        ["jFAT"],
+    ]
+    assert settings[0].title.endswith('a round, shards.kind="skewed"')
+    assert settings[1].title == "digits, fleet small unbalanced (exponent -1.6), 5 of 20 clients a round"
+    assert settings[2].title.startswith("cifar10, fleet small balanced")
+    assert settings[3].title.endswith('a round, shards.kind="iid"')
+
+
+def test_folders_of_images_and_data_handed_over_are_known_by_their_content(write_run):
+    roots = [write_run(f"f{n}", "jfat", "data.name=folder", f"data.root=images-{n}", f"seed={n}") for n in (0, 1)]
+    assert len(compare(roots).settings) == 2
+    custom = [write_run(f"c{n}", "jfat", "data.name=custom", f"seed={n}") for n in (0, 1, 2)]
+    for path, digest in zip(custom, ("x", "y", "x"), strict=True):
+        (path / "inputs.json").write_text(f'{{"dataset": "{digest}", "model": "m"}}')
+    assert [len(setting.runs) for setting in compare(custom).settings] == [2, 1]
+
+
+def test_speedup_is_the_ratio_of_mean_times(write_run):
+    paths = [
+        write_run("a", "jfat", "seed=0", rounds=SLOW),
+        write_run("b", "jfat", "seed=1", rounds=[[(2, 12, 1, 10)]]),
+        write_run("c", "fedprophet", rounds=FAST),
+    ]
+    jfat, ours = only(compare(paths)).rows
+    assert ours.speedup.factor == pytest.approx((10 + 14) / 2 / 4)
+    assert ours.speedup.over == "jFAT"
+    assert jfat.speedup.factor == 1
+
+
+def test_without_a_fitting_jfat_run_there_is_no_speedup(write_run, tmp_path):
+    setting = only(compare([write_run("a b", "fedprophet"), write_run("b", "jfat", "model.options={width=4}")]))
+    assert [row.speedup is None for row in setting.rows] == [False, True]
+    note = said(setting, "No speed-up for FedProphet")
+    assert note.endswith(f"Make one with: fedprophet train '{tmp_path}/a b/config.toml' --method jfat")
+    only_jfat = only(compare([tmp_path / "b"]))
+    assert not [note for note in setting_notes(only_jfat) if "speed-up" in note.lower()]
+
+
+def test_starting_weights_do_not_change_the_time(write_run):
+    setting = only(compare([write_run("a", "fedprophet"), write_run("b", "jfat", "model.weights=w.safetensors")]))
+    assert all(row.speedup for row in setting.rows)
+    assert said(setting, "Starting weights") == (
+        "Starting weights: w.safetensors for jFAT; drawn at random for the others."
+    )
+
+
+def test_of_several_jfat_rows_the_nearest_is_used_and_named(write_run):
+    paths = [
+        write_run("a", "jfat", "train.batch=8", "attack.steps=3", rounds=SLOW),
+        write_run("b", "jfat", "train.batch=16", rounds=[[(10, 10, 1, 1)]]),
+        write_run("c", "fedprophet", "train.batch=8", "attack.steps=3", rounds=FAST),
+        write_run("d", "fedprophet", "train.batch=16", rounds=FAST),
+    ]
+    setting = only(compare(paths))
+    assert [round(row.speedup.factor, 2) for row in setting.rows] == [1.0, 1.0, 2.5, 5.0]
+    assert "train.batch=8" in setting.rows[2].speedup.over
+    assert "train.batch=16" in setting.rows[3].speedup.over
+    note = said(setting, "Several jFAT rows fit")
+    assert setting.rows[2].speedup.over in note
+    assert setting.rows[3].speedup.over in note
+
+
+def test_what_is_not_finished_is_a_row_of_its_own(write_run, tmp_path):
+    paths = [
+        write_run("a", "jfat", "seed=0", finished=False, rounds=SLOW),
+        write_run("b", "jfat", "seed=1", finished=False, rounds=FAST),
+        write_run("c", "jfat", "seed=2", rounds=FAST),
+        write_run("d", "fedprophet", rounds=FAST),
+    ]
+    setting = only(compare(paths))
+    assert labels(setting) == [
+        "jFAT (seed 0, 1 rounds so far)",
+        "jFAT (seed 1, 1 rounds so far)",
+        "jFAT",
+        "FedProphet",
+    ]
+    assert [row.speedup and row.speedup.factor for row in setting.rows] == [None, None, 1.0, 1.0]
+    assert setting.rows[0].accuracy("personalised", "clean") is None
+    assert f"fedprophet train --resume {tmp_path / 'a'}" in said(setting, "a is not finished: 1 rounds so far;")
+    lonely = only(compare([paths[0], paths[3]]))
+    assert [row.speedup for row in lonely.rows] == [None, None], "half a jFAT run is no reference"
+    assert "no finished jFAT run" in said(lonely, "No speed-up for FedProphet")
+
+
+def test_the_same_folder_counts_once(write_run, tmp_path):
+    path = write_run("a")
+    (tmp_path / "link").symlink_to(path)
+    comparison = compare([path, path, tmp_path / "link", tmp_path / "link" / ".." / "a"])
+    assert len(only(comparison).runs) == 1
+    assert comparison.notes[0] == f"{path} is given more than once: it counts once"
+    assert len(comparison.notes) == 3
+
+
+def test_a_repetition_of_a_seed_counts_once_and_the_finished_one_wins(write_run, tmp_path):
+    paths = [write_run("a", clean=0.1, finished=False), write_run("b", "jfat", "threads=4", clean=0.9)]
+    comparison = compare(paths)
+    row = only(comparison).rows[0]
+    assert [run.path for run in row.runs] == [tmp_path / "b"]
+    assert comparison.notes == (f"{tmp_path / 'a'} has the settings and the seed of {tmp_path / 'b'}: it is left out",)
+
+
+def cells(**accuracies):
+    return {name.replace("_", "-"): {"accuracy": value, "samples": 9} for name, value in accuracies.items()}
+
+
+def test_autoattack_is_preferred_to_its_stand_in_and_never_mixed_with_it(write_run):
+    fast = {"round": 2, "personalised": cells(aa_fast=0.4), "global": cells(aa_fast=0.4)}
+    both = {"round": 2, "personalised": cells(aa_fast=0.4, autoattack=0.3), "global": {}}
+    alone = only(compare([write_run("a", evaluation=fast)])).rows[0].accuracy("personalised", "aa")
+    assert (alone.attack, alone.value.mean) == ("aa-fast", 0.4)
+    row = only(compare([write_run("b", evaluation=fast), write_run("c", "jfat", "seed=1", evaluation=both)])).rows[0]
+    mixed = row.accuracy("personalised", "aa")
+    assert (mixed.attack, mixed.value, mixed.samples) == ("autoattack", Statistic(0.3, None, 1), (9,))
+    assert row.accuracy("global", "aa").attack == "aa-fast"
+
+
+def test_notes_on_samples_versions_attacks_and_memory(write_run, tmp_path):
+    paths = [
+        write_run("a", "jfat", autoattack=0.3),
+        write_run("b", "fedprophet", rounds=[[(1, 2, 3)]], results={"version": "0.2.0"}),
+    ]
+    setting = only(compare(paths))
+    assert said(setting, "Starting weights") == "Starting weights: drawn at random for all rows."
+    assert said(setting, "Made with") == "Made with fedprophet 0.1.0, 0.2.0."
+    assert said(setting, "Samples") == (
+        "Samples behind an accuracy: personalised clean and PGD 100, personalised AA 50, "
+        "global clean and PGD 360, global AA 50."
+    )
+    assert said(setting, "AA is not measured") == (
+        f"AA is not measured for FedProphet. Measure it with: fedprophet evaluate {tmp_path / 'b'} --attack autoattack"
+    )
+    assert str(tmp_path / "b") in said(setting, "Memory is not in the journal")
+    assert setting.rows[0].memory("least") == 40
+    assert setting.rows[1].memory("least") is None

@@ -1,0 +1,174 @@
+"""What a run's folder says, against numbers added up by hand; and what is said of folders that are not whole."""
+
+import json
+
+import pytest
+
+from fedprophet.errors import CheckpointError, ConfigError
+from fedprophet.report.runs import Measured, Memory, Reached, Time, read_run
+from fedprophet.runs.run import play, start
+
+
+def test_time_and_memory_by_hand(write_run):
+    run = read_run(write_run("run"))
+    assert run.time == Time(computation=1 + 4, access=10 + 4, communication=5 + 7)
+    assert run.time.total == 19, "communication is reported on its own"
+    assert run.memory == Memory(least=40, peak=50)
+    assert (run.rounds, run.finished, run.version, run.notes) == (2, True, "0.1.0", ())
+
+
+def test_least_memory_is_what_the_hardest_round_asks_of_its_luckiest_client(write_run):
+    rounds = [[(1, 1, 1, 90), (1, 1, 1, 10)], [(1, 1, 1, 30), (1, 1, 1, 25)], [(1, 1, 1, 70), (1, 1, 1, 15)]]
+    assert read_run(write_run("run", rounds=rounds)).memory == Memory(least=25, peak=90)
+
+
+def test_a_round_in_which_nobody_trained_takes_no_time(write_run):
+    run = read_run(write_run("run", rounds=[[(1, 2, 3, 4)], []]))
+    assert run.time == Time(1, 2, 3)
+    assert run.memory == Memory(4, 4)
+    assert run.rounds == 2
+
+
+@pytest.mark.parametrize("rounds", [[[(1, 2, 3)]], [[(1, 2, 3, 4)], [(1, 2, 3), (1, 2, 3, 4)]]])
+def test_a_journal_without_memory_still_has_its_times(write_run, rounds):
+    run = read_run(write_run("run", rounds=rounds))
+    assert run.memory is None
+    assert run.time == Time(len(rounds), 2 * len(rounds), 3 * len(rounds))
+
+
+def test_a_journal_without_times_or_rounds_gives_none(write_run):
+    path = write_run("old")
+    (path / "journal.jsonl").write_text('{"round":1}\n{"round":2}\n')
+    old = read_run(path)
+    assert (old.time, old.memory) == (None, None)
+    assert old.notes == ("time and memory are not known: its journal does not hold them",)
+    (path / "journal.jsonl").write_text('{"round":1,"times":{}}\n')
+    short = read_run(path)
+    assert short.time is None, "half a run's time is not the run's"
+    assert short.notes == ("time and memory are not known: its journal has 1 of its 2 rounds",)
+
+
+def test_accuracies_of_the_summary_and_of_later_evaluations(write_run):
+    later = {"clean": {"accuracy": 0.1, "samples": 7}, "autoattack": {"accuracy": 0.4, "samples": 7}}
+    evaluation = {
+        "round": 2,
+        "personalised": {**later, "pgd50": {"accuracy": 0.2, "samples": 7, "interval": [0.1, 0.3]}},
+        "global": {"autoattack": {"accuracy": 0.0, "samples": 0}},
+        "warnings": ["the gradient may be masked."],
+    }
+    run = read_run(write_run("run", evaluation=evaluation))
+    assert run.accuracies["personalised"] == {
+        "clean": Measured(0.8, 100),  # the closing summary has all samples
+        "pgd20": Measured(0.5, 100),
+        "autoattack": Measured(0.4, 7),
+        "pgd50": Measured(0.2, 7, (0.1, 0.3)),
+    }
+    assert set(run.accuracies["global"]) == {"clean", "pgd20"}, "an accuracy over no samples is none"
+    assert run.notes == ("the gradient may be masked.",)
+
+
+def test_an_evaluation_of_another_round_does_not_count(write_run):
+    cells = {"autoattack": {"accuracy": 0.4, "samples": 7}}
+    evaluation = {"round": 1, "personalised": cells, "global": cells}
+    run = read_run(write_run("run", evaluation=evaluation))
+    assert "autoattack" not in run.accuracies["personalised"]
+    assert run.notes == ("evaluation.json is of its model after round 1, not 2, and does not count: measure again",)
+    unfinished = read_run(write_run("unfinished", evaluation=evaluation, finished=False))
+    assert unfinished.accuracies["personalised"] == {"autoattack": Measured(0.4, 7)}
+    assert unfinished.notes == ("evaluation.json is of its model after round 1",)
+
+
+def test_best_and_last_round(write_run):
+    rounds = {
+        "best": {"round": 1, "score": 2.0, "clean": 0.7, "adversarial": 0.4, "alpha": 1.0},
+        "last": {"round": 2, "score": 1.0, "clean": 0.6, "adversarial": 0.3, "alpha": 1.0},
+    }
+    run = read_run(write_run("run", results=rounds))
+    assert (run.best, run.last) == (Reached(1, 0.7, 0.4), Reached(2, 0.6, 0.3))
+
+
+def test_a_run_that_is_not_finished(write_run):
+    path = write_run("run", finished=False)
+    with (path / "journal.jsonl").open("a") as journal:
+        journal.write('{"round":3,"times":{},"clean":0.25,"adversarial":0.125,"samples":8}\n{"round":4,"ti')
+    run = read_run(path)
+    assert (run.finished, run.rounds, run.version) == (False, 3, None)
+    assert run.last == Reached(3, 0.25, 0.125)
+    assert run.time == Time(5, 14, 12), "the torn line does not count"
+    assert run.accuracies == {"personalised": {}, "global": {}}
+
+
+def test_a_run_before_its_first_round(write_run):
+    path = write_run("run", finished=False)
+    (path / "journal.jsonl").unlink()
+    run = read_run(path)
+    assert (run.rounds, run.time, run.memory, run.last) == (0, Time(0, 0, 0), None, None)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "parts"),
+    [
+        ("results.json", "{", ["results.json is damaged", "Invalid JSON", "train --resume"]),
+        ("results.json", "[]", ["results.json is damaged", "train --resume"]),
+        ("results.json", '{"rounds": 2}', ["results.json is damaged: personalised: Field required"]),
+        ("evaluation.json", "null", ["evaluation.json is damaged", "fedprophet evaluate"]),
+        (
+            "evaluation.json",
+            '{"round": 2, "personalised": {"aa-fast": {"accuracy": NaN, "samples": 3}}, "global": {}}',
+            ["evaluation.json is damaged: personalised.aa-fast.accuracy"],
+        ),
+        (
+            "evaluation.json",
+            '{"round": 2, "personalised": {}, "global": {"clean": {"accuracy": 1.5, "samples": 3}}}',
+            ["evaluation.json is damaged: global.clean.accuracy"],
+        ),
+        ("journal.jsonl", '{"round": 1}\nnonsense\n{"round": 2}\n', ["line 2 of the journal", "is damaged"]),
+        (
+            "journal.jsonl",
+            '{"round": 1, "times": {"0": {"computation_s": "nan", "access_s": 1, "communication_s": 1}}}\n',
+            ["round 1 of the journal", "0.computation_s"],
+        ),
+        ("journal.jsonl", '{"round": 1, "times": []}\n', ["round 1 of the journal", "leave this run out"]),
+        ("inputs.json", "{}", ["inputs.json is damaged"]),
+    ],
+)
+def test_damaged_files_are_named(write_run, file, content, parts):
+    path = write_run("run")
+    (path / file).write_text(content)
+    with pytest.raises(CheckpointError) as error:
+        read_run(path)
+    assert all(part in str(error.value) for part in parts), error.value
+    assert str(path) in str(error.value)
+
+
+def test_what_is_no_run(write_run, tmp_path):
+    for path in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(CheckpointError, match=r"there is no run in .*no config\.toml"):
+            read_run(path)
+    path = write_run("run")
+    (path / "config.toml").write_text("rounds = -1\n")
+    with pytest.raises(ConfigError, match=r"rounds: given -1 \(in .*config.toml\)"):
+        read_run(path)
+
+
+@pytest.mark.parametrize("method", ["jfat", "fedprophet"])
+def test_a_real_run_says_what_its_summary_says(tiny, tmp_path, method):
+    """The files are those that training writes, not only those that these tests imagine."""
+    results = play(start(tiny({"method": method, "rounds": 2, "train.iterations": 1}), tmp_path / "run"))
+    run = read_run(tmp_path / "run")
+    simulated = results["simulated"]
+    assert (run.time.computation, run.time.access) == (simulated["computation_s"], simulated["access_s"])
+    assert run.time.total == pytest.approx(simulated["total_s"])
+    for kind in ("personalised", "global"):
+        assert {name: cell.accuracy for name, cell in run.accuracies[kind].items()} == {
+            name: cell["accuracy"] for name, cell in results[kind].items()
+        }
+    assert (run.best is None) == (method == "fedprophet")
+    assert run.memory is not None
+    modules = [module["memory_bytes"] for module in results["modules"]]
+    assert run.memory.peak <= results["whole_model_bytes"]
+    if method == "jfat":
+        assert run.memory == Memory(results["whole_model_bytes"], results["whole_model_bytes"])
+    else:
+        assert min(modules) <= run.memory.least < results["whole_model_bytes"]
+    assert run.dataset == json.loads((tmp_path / "run" / "inputs.json").read_text())["dataset"]

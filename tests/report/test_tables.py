@@ -1,0 +1,189 @@
+"""The numbers as people, spreadsheets and programs read them."""
+
+import csv
+import io
+import json
+
+import pytest
+
+from fedprophet.report.compare import Row, Speedup, Statistic, compare
+from fedprophet.report.tables import (
+    Unit,
+    csv_text,
+    document,
+    markdown,
+    memory_text,
+    percent_text,
+    speedup_text,
+    text_tables,
+    time_text,
+    time_unit,
+)
+
+HOUR = Unit("h", 3600)
+REACHED = {
+    "best": {"round": 1, "clean": 0.7, "adversarial": 0.4},
+    "last": {"round": 2, "clean": 0.6, "adversarial": 0.3},
+}
+
+
+def test_numbers_for_people():
+    assert percent_text(Statistic(0.79749, None, 1)) == "79.7"
+    assert percent_text(Statistic(0.79749, 0.00449, 3)) == "79.7 ± 0.4"
+    assert time_text(Statistic(220_000, None, 1), HOUR) == "61.1 h"
+    assert time_text(Statistic(220_000, 3600, 2), HOUR) == "61.1 ± 1.0 h"
+    assert time_text(Statistic(36, None, 1), HOUR) == "0.01 h"
+    assert time_text(Statistic(0, None, 1), HOUR) == "0.0 h"
+    assert [memory_text(size) for size in (301_663_096, 55_790_456, 2_190_000, 97_424)] == [
+        "301.7 MB",
+        "55.8 MB",
+        "2.19 MB",
+        "0.097 MB",
+    ]
+    assert [percent_text(None), time_text(None, HOUR), memory_text(None)] == ["–", "–", "–"]
+
+
+@pytest.mark.parametrize(("factor", "text"), [(10.84, "10.8×"), (1.0, "1.0×"), (0.954, "0.95×")])
+def test_speedups(write_run, factor, text):
+    row = compare([write_run("a")]).settings[0].rows[0]
+    assert speedup_text(Row(row.runs, speedup=Speedup(factor, "jFAT"))) == text
+    assert speedup_text(Row(row.runs)) == "–"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "unit"), [(119, "s"), (121, "min"), (7199, "min"), (7201, "h"), (863_999, "h"), (864_001, "days")]
+)
+def test_one_unit_of_time_for_all_rows_by_the_middle_one(write_run, seconds, unit):
+    slow = write_run("slow", "jfat", rounds=[[(10 * seconds, 0, 1)]])
+    middle = write_run("middle", "feddf", rounds=[[(0, seconds, 1)]])
+    fast = write_run("fast", "fedprophet", rounds=[[(seconds / 10, 0, 1)]])
+    begun = write_run("begun", "fedrbn", rounds=[[(1, 0, 1)]], finished=False)
+    assert time_unit(compare([slow, middle, fast, begun]).settings[0].rows).name == unit, (
+        "what has just begun does not decide"
+    )
+    assert time_unit(compare([begun]).settings[0].rows).name == "s"
+
+
+@pytest.fixture
+def comparison(write_run):
+    """jFAT over two seeds (20 s and 40 s), FedProphet (12 s) and a FedRBN that is not finished."""
+    return compare(
+        [
+            write_run("a", "jfat", "seed=0", rounds=[[(4, 16, 1, 2e6)]], clean=0.8, results=REACHED, autoattack=0.25),
+            write_run("b", "jfat", "seed=1", rounds=[[(6, 34, 3, 3e6)]], clean=0.9, results=REACHED, autoattack=0.35),
+            write_run("c", "fedprophet", rounds=[[(2, 1, 1, 1e6), (0, 4, 1, 7e6)], [(8, 0, 2, 5e5)]], pgd=0.625),
+            write_run("d", "fedrbn", rounds=[[(1, 1, 1)]], finished=False),
+        ]
+    )
+
+
+def test_the_tables_by_hand(comparison):
+    accuracy, cost, rounds = text_tables(comparison.settings[0])
+    assert accuracy.headings == (
+        ("", "Method"),
+        ("", "Seeds"),
+        *((kind, name) for kind in ("Personalised", "Global") for name in ("clean", "PGD-20", "AA")),
+    )
+    # ± of 0.8 and 0.9: 0.1 / √2 = 0.0707.
+    assert accuracy.rows == (
+        ("jFAT", "2", "85.0 ± 7.1", "50.0 ± 0.0", "30.0 ± 7.1", "42.5 ± 3.5", "25.0 ± 0.0", "30.0 ± 7.1"),
+        ("FedRBN (seed 0, 1 rounds so far)", "1", "–", "–", "–", "–", "–", "–"),
+        ("FedProphet", "1", "80.0", "62.5", "–", "40.0", "31.2", "–"),
+    )
+    # FedProphet: the second client is the slowest of round 1 (4 s of access), so 8 s + 4 s; jFAT 30 s in the mean.
+    assert cost.rows == (
+        ("jFAT", "1", "3.00 MB", "3.00 MB", "30.0 ± 14.1 s", "5.0 s", "25.0 s", "1.0×", "2.0 s"),
+        ("FedRBN (seed 0, 1 rounds so far)", "1", "–", "–", "2.0 s", "1.0 s", "1.0 s", "–", "1.0 s"),
+        ("FedProphet", "2", "1.00 MB", "7.00 MB", "12.0 s", "8.0 s", "4.0 s", "2.5×", "3.0 s"),
+    )
+    assert rounds.rows == (("jFAT", "1", "70.0 ± 0.0", "40.0 ± 0.0", "2", "60.0 ± 0.0", "30.0 ± 0.0"),)
+
+
+def test_without_baselines_there_is_no_table_of_rounds(write_run):
+    assert len(text_tables(compare([write_run("a", "fedprophet")]).settings[0])) == 2
+
+
+def test_rows_attacked_with_different_steps_share_no_number_of_steps(write_run):
+    setting = compare([write_run("a", "jfat"), write_run("b", "fedprophet", "evaluate.steps=50")]).settings[0]
+    table = text_tables(setting)[0]
+    assert table.headings[3] == ("Personalised", "PGD")
+    assert [row[3] for row in table.rows] == ["50.0", "50.0"]
+
+
+def test_markdown(comparison):
+    text = markdown(comparison, "comparison.png")
+    assert "![Accuracies and simulated time of each method](comparison.png)" in text
+    tables = [line for line in text.splitlines() if line.startswith("|")]
+    assert len(tables) == (2 + 3) + (2 + 3) + (2 + 1)
+    assert {line.count("|") for line in tables[:5]} == {9}
+    assert len({len(line) for line in tables[:5]}) == 1, "columns are aligned in the text"
+    cells = [cell.strip() for cell in tables[7].split("|")[1:-1]]
+    assert cells[0] == "jFAT"
+    assert cells[4] == "30.0 ± 14.1 s"
+    assert "| Speed-up over jFAT |" in text
+    assert "- Made with fedprophet 0.1.0." in text
+    assert "](" not in markdown(comparison)
+
+
+def test_a_bar_in_a_value_does_not_break_the_table(write_run):
+    paths = [write_run("a", "jfat", "fleet.pool=x"), write_run("b", "jfat", 'model.name="a|b"', "fleet.pool=x")]
+    line = next(line for line in markdown(compare(paths)).splitlines() if "a\\|b" in line)
+    assert line.replace("\\|", "").count("|") == 9
+
+
+def test_csv(comparison):
+    text = csv_text(comparison)
+    assert "\r" not in text
+    rows = list(csv.DictReader(io.StringIO(text)))
+    jfat, rbn, ours = rows
+    expected = {
+        "row": "jFAT",
+        "method": "jfat",
+        "seeds": "0 1",
+        "personalised_clean_percent": "85.0",
+        "personalised_clean_deviation": "7.1",
+        "personalised_clean_samples": "100 100",
+        "personalised_pgd_attack": "pgd20",
+        "personalised_aa_percent": "30.0",
+        "personalised_aa_attack": "autoattack",
+        "global_clean_percent": "42.5",
+        "best_round": "1",
+        "best_adversarial_percent": "40.0",
+        "last_clean_percent": "60.0",
+        "least_memory_mb": "3.000000",
+        "total_s": "30.000",
+        "computation_s": "5.000",
+        "access_s": "25.000",
+        "communication_s": "2.000",
+        "speedup_over_jfat": "1.000",
+        "versions": "0.1.0",
+    }
+    assert {name: jfat[name] for name in expected} == expected
+    assert (ours["total_s"], ours["speedup_over_jfat"], ours["speedup_over_row"]) == ("12.000", "2.500", "jFAT")
+    assert (ours["personalised_aa_percent"], ours["best_round"], ours["peak_memory_mb"]) == ("", "", "7.000000")
+    assert (rbn["finished"], rbn["personalised_clean_percent"], rbn["total_s"]) == ("false", "", "2.000")
+
+
+def test_json(comparison):
+    answer = json.loads(json.dumps(document(comparison), allow_nan=False))
+    assert list(answer) == ["settings", "reading", "notes"]
+    jfat, rbn, ours = answer["settings"][0]["rows"]
+    assert jfat["personalised"]["clean"] == {
+        "value": {"mean": pytest.approx(0.85), "deviation": pytest.approx(0.0707107), "count": 2},
+        "attack": "clean",
+        "samples": [100, 100],
+    }
+    assert jfat["simulated_s"]["total"]["mean"] == 30
+    assert [run["simulated_s"]["total"] for run in jfat["runs"]] == [20, 40]
+    assert jfat["runs"][0]["best"] == REACHED["best"]
+    assert jfat["runs"][1]["personalised"]["autoattack"] == {"accuracy": 0.35, "samples": 50, "interval": None}
+    assert ours["memory_bytes"] == {"least": 1_000_000, "peak": 7_000_000}
+    assert ours["speedup"] == {"factor": 2.5, "over": "jFAT"}
+    assert ours["personalised"]["aa"] is None
+    assert (rbn["finished"], rbn["speedup"], rbn["memory_bytes"]) == (False, None, {"least": None, "peak": None})
+
+
+def test_the_same_runs_give_the_same_text(comparison):
+    again = compare([run.path for run in comparison.settings[0].runs])
+    assert markdown(again) == markdown(comparison)
+    assert csv_text(again) == csv_text(comparison)
