@@ -88,8 +88,14 @@ def test_tensors_and_a_map_style_dataset_are_the_same(net, data, tmp_path):
 def test_evaluate_and_export(net, data, tmp_path):
     run = fedprophet.train(SETTINGS, model=net, data=data, out=tmp_path / "run")
     results = fedprophet.evaluate(run.path, ["clean", "pgd1"], model=net, data=data)
+    assert results.pop("warnings") == []
     assert results == {key: run.results[key] for key in ("personalised", "global")}
-    assert fedprophet.evaluate(run.path, "clean,pgd1", model=net, data=data) == results
+    some = fedprophet.evaluate(run.path, "clean,pgd1", samples=3, masking_check=False, model=net, data=data)
+    assert [cell["samples"] for cell in some["global"].values()] == [3, 3]
+    with pytest.raises(ConfigError, match="the number of samples must be at least 1, not 0"):
+        fedprophet.evaluate("nowhere", samples=0)
+    with pytest.raises(ConfigError, match="unknown attack 'pgd'"):
+        fedprophet.evaluate("nowhere", "pgd")
     fedprophet.export(run.path, tmp_path / "out.safetensors", model=net, data=data)
     assert (tmp_path / "out.safetensors").read_bytes() == (run.path / "model.safetensors").read_bytes()
 

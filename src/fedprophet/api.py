@@ -12,6 +12,7 @@ from fedprophet.data.dataset import Dataset
 from fedprophet.errors import ConfigError
 from fedprophet.runs import results
 from fedprophet.runs.config import Config, load_config, parse_config
+from fedprophet.runs.evaluation import check_samples, evaluate_run
 from fedprophet.runs.run import Observer, play, reopen, start, write_model
 
 
@@ -56,13 +57,19 @@ def evaluate(
     path: str | Path,
     attacks: str | Sequence[str] = ("clean", "pgd20"),
     *,
+    samples: int | None = None,
+    masking_check: bool = True,
     model: nn.Module | Chain | None = None,
     data: Dataset | None = None,
-) -> dict[str, dict[str, Any]]:
-    """Return a run's personalised and global accuracy under each attack."""
-    run = reopen(Path(path), model, data)
+) -> dict[str, Any]:
+    """Return a run's personalised and global accuracy under each attack, and warnings of gradient masking.
+
+    `samples` limits how many samples of the test set, and about how many of all clients together, are used. What is
+    measured is kept in the run's folder, so that a call that was stopped goes on; the result is in evaluation.json.
+    """
     names = results.parse_attacks(attacks if isinstance(attacks, str) else ",".join(attacks))
-    return results.evaluate(run.session, run.state, names, run.session.engine)
+    check_samples(samples)
+    return evaluate_run(reopen(Path(path), model, data), names, samples, masking_check).to_json()
 
 
 def export(

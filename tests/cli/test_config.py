@@ -42,6 +42,16 @@ def test_show_as_json() -> None:
     assert table == load_config(None, ["train.batch=9"]).model_dump()
 
 
+def test_show_of_a_method_has_its_settings_and_no_table_of_methods(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text("rounds = 5\n[methods.jfat]\nrounds = 9\n")
+    assert tomllib.loads(output("show", str(path)))["rounds"] == 5
+    table = tomllib.loads(output("show", str(path), "--method", "jfat"))
+    assert (table["method"], table["rounds"]) == ("jfat", 9)
+    assert "methods" not in table
+    assert json.loads(output("show", str(path), "--set", "method=jfat", "--json"))["rounds"] == 9
+
+
 def test_presets() -> None:
     assert output("presets").splitlines()[0].split("  ")[0] in PRESETS
     assert json.loads(output("presets", "--json")) == dict(PRESETS)

@@ -1,7 +1,10 @@
 """`fedprophet evaluate` and `fedprophet export`: the numbers of a run, and its model in other hands."""
 
+import importlib
 import json
+import re
 import shutil
+import sys
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from fedprophet import data, models
+from fedprophet.runs import evaluation
 from fedprophet.runs.run import play, reopen, start
 
 SETTINGS = {"rounds": 4, "train.iterations": 8, "train.learning_rate": 0.1, "memory.budget": "60%"}
@@ -29,31 +33,36 @@ def run(finished, tmp_path):
 def test_json_has_the_documented_keys_and_no_others(cli, run):
     said = cli("evaluate", run, "--json")
     results = said.json
-    assert list(results) == ["personalised", "global"]
-    for part in results.values():
-        assert list(part) == ["clean", "pgd20"]
-        for cell in part.values():
-            assert list(cell) == ["accuracy", "samples"]
-            assert 0 <= cell["accuracy"] <= 1
+    assert list(results) == ["personalised", "global", "warnings"]
+    assert results["warnings"] == []
+    for part in ("personalised", "global"):
+        assert list(results[part]) == ["clean", "pgd20"]
+        for cell in results[part].values():
+            assert list(cell) == ["accuracy", "samples", "interval"]
+            low, high = cell["interval"]
+            assert 0 <= low <= cell["accuracy"] <= high <= 1
             assert isinstance(cell["samples"], int)
     assert said.err == ""
     assert results["global"]["clean"]["samples"] == 360
     assert results["personalised"]["clean"]["samples"] == 288
     assert results["personalised"]["pgd20"]["accuracy"] <= results["personalised"]["clean"]["accuracy"]
+    written = json.loads((run / "evaluation.json").read_text())
+    assert {key: written[key] for key in results} == results
+    assert written["round"] == 8
 
 
 def test_the_same_attack_gives_the_numbers_of_the_run(cli, run):
     results = json.loads((run / "results.json").read_text())
-    again = cli("evaluate", run, "--attack", "clean,pgd2", "--json").json
-    assert again == {key: results[key] for key in ("personalised", "global")}
+    again = cli("evaluate", run, "--attack", "clean,pgd2", "--no-masking-check", "--json").json
+    assert again == {**{key: results[key] for key in ("personalised", "global")}, "warnings": []}
     journal = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
     best = journal[results["stages"][-1]["round"] - 1]
     assert again["personalised"]["clean"]["accuracy"] == best["clean"]
 
 
 def test_one_attack_alone_and_in_any_order(cli, run):
-    alone = cli("evaluate", run, "--attack", "pgd3", "--json").json
-    both = cli("evaluate", run, "--attack", "pgd3, clean", "--json").json
+    alone = cli("evaluate", run, "--attack", "pgd3", "--no-masking-check", "--json").json
+    both = cli("evaluate", run, "--attack", "pgd3, clean", "--no-masking-check", "--json").json
     assert list(both["global"]) == ["pgd3", "clean"]
     assert both["global"]["pgd3"] == alone["global"]["pgd3"]
 
@@ -63,20 +72,95 @@ def test_the_table(cli, run):
     results = json.loads((run / "results.json").read_text())
     assert "PGD-2" in out
     for key in ("personalised", "global"):
-        assert f"{100 * results[key]['clean']['accuracy']:.1f} %" in out
+        cell = results[key]["clean"]
+        low, high = cell["interval"]
+        row = next(line for line in out.splitlines() if f" {key} " in line)
+        assert [part.strip() for part in row.split("│")[1:-1]] == [
+            key,
+            "Clean",
+            f"{100 * cell['accuracy']:.1f} %",
+            f"{100 * low:.1f} – {100 * high:.1f} %",
+            str(cell["samples"]),
+        ]
+    assert re.search(
+        r"^Masking check of PGD-2 on 200 test samples: \d+\.\d % correct with radius 0\.1, \d+\.\d % with 0\.4, "
+        r"\d+\.\d % with 0\.5\.$",
+        out,
+        re.MULTILINE,
+    )
+    assert "Masking" not in cli("evaluate", run, "--attack", "clean,pgd2", "--no-masking-check").out
 
 
-def test_evaluating_changes_nothing(cli, run):
+def test_a_number_of_samples(cli, run):
+    said = cli("evaluate", run, "--attack", "clean", "--samples", "20", "--json").json
+    assert said["global"]["clean"]["samples"] == 20
+    assert said["personalised"]["clean"]["samples"] == 24, "4 of each of the 6 clients"
+    for wrong in ("0", "-2"):
+        error = cli("evaluate", run, "--samples", wrong).error
+        assert error == f"error: the number of samples must be at least 1, not {wrong}\n"
+
+
+def test_mistakes_are_found_before_the_run_is_opened(cli, monkeypatch):
+    error = cli("evaluate", "nowhere", "--attack", "clean,autoatack").error
+    assert error == (
+        "error: unknown attack 'autoatack'. Allowed: clean, pgdN with N steps (as in pgd20), autoattack, aa-fast; "
+        "several separated by commas\n"
+    )
+    monkeypatch.setitem(sys.modules, "pyautoattack", None)
+    error = cli("evaluate", "nowhere", "--attack", "autoattack").error
+    assert error == "error: the attack autoattack needs the extra `attacks`: pip install 'fedprophet[attacks]'\n"
+
+
+def test_autoattack_is_at_least_as_strong_as_pgd(cli, run, monkeypatch):
+    module = importlib.import_module("fedprophet.attacks.autoattack")
+    original = module._suite
+
+    def shortened(*arguments):
+        suite = original(*arguments)
+        suite.square.n_queries = suite.fab.n_iter = suite.apgd_targeted.n_iter = 4
+        suite.apgd.n_iter = 20
+        return suite
+
+    monkeypatch.setattr(module, "_suite", shortened)
+    attacks = ("clean", "pgd5", "aa-fast", "autoattack")
+    said = cli("evaluate", run, "--attack", ",".join(attacks), "--samples", "24", "--no-masking-check", "--json")
+    assert said.err == ""
+    for part in ("personalised", "global"):
+        clean, pgd, fast, whole = (said.json[part][name]["accuracy"] for name in attacks)
+        assert clean >= pgd >= fast >= whole
+        assert clean > whole
+    assert "AutoAttack" in cli("evaluate", run, "--attack", "autoattack", "--samples", "24").out
+
+
+def test_warnings_go_to_people_and_to_programs(cli, run, monkeypatch):
+    monkeypatch.setattr(evaluation, "_warnings", lambda *_: {"clean": ["this is odd", "that too"]})
+    said = cli("evaluate", run, "--attack", "clean", "--json")
+    assert said.err == "warning: this is odd\nwarning: that too\n"
+    assert said.json["warnings"] == ["this is odd", "that too"]
+    assert "odd" not in cli("evaluate", run, "--attack", "clean").out
+
+
+def test_evaluating_changes_nothing_of_the_run(cli, run):
     before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
     cli("evaluate", run, "--attack", "clean")
     cli("export", run, "--out", run.parent / "model.safetensors")
-    assert {file: file.read_bytes() for file in run.rglob("*") if file.is_file()} == before
+    after = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
+    assert {file: after[file] for file in before} == before
+    new = {str(file.relative_to(run)).partition("/")[0] for file in after if file not in before}
+    assert new == {"evaluation", "evaluation.json"}
+
+
+def test_a_run_that_cannot_be_written_to_is_evaluated_with_a_note(cli, run, monkeypatch):
+    monkeypatch.setattr(evaluation.os, "access", lambda where, how: how != evaluation.os.W_OK)
+    said = cli("evaluate", run, "--attack", "clean", "--json")
+    assert said.err == f"note: {run} cannot be written to: nothing is kept of this evaluation\n"
+    assert said.json["global"]["clean"]["samples"] == 360
 
 
 def test_an_unfinished_run_is_evaluated_with_a_note(cli, run):
     shutil.rmtree(run / "checkpoints" / "round-000008")
     said = cli("evaluate", run, "--attack", "clean", "--json")
-    assert set(said.json) == {"personalised", "global"}
+    assert set(said.json) == {"personalised", "global", "warnings"}
     assert said.err == "note: this run is not finished; this is its model after round 7\n"
     exported = cli("export", run, "--out", "model.safetensors")
     assert "this run is not finished" in exported.err

@@ -90,3 +90,14 @@ def test_resuming_a_finished_run_prints_the_same_table(cli, tiny_flags, method):
     assert again.code == 0
     assert again.out[again.out.index("Modules") :] == first.out[first.out.index("Modules") :]
     assert cli("train", "--resume", "run", "--json").json["method"] == method
+
+
+def test_a_public_set_larger_than_what_is_held_out_is_a_mistake(cli, tiny_flags, tmp_path):
+    """The digits have 360 test images; what is wrong is found before anything is written."""
+    for public, text in {
+        400: "distillation.public: 400 samples are larger than what is held out: the test set has 360 samples",
+        -1: "distillation.public: given -1 (--set), allowed: a whole number of at least 1",
+    }.items():
+        error = cli("train", *tiny_flags({**QUICK, "method": "feddf", "distillation.public": public})).error
+        assert text in " ".join(error.split())
+    assert not (tmp_path / "runs").exists()

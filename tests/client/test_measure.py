@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from fedprophet.attacks import ATTACKS, Attack, Outcome
 from fedprophet.cascade.atoms import explicit_chain
+from fedprophet.client import measure
 from fedprophet.client.measure import evaluate, perturbation_magnitude
 from fedprophet.client.segment import Segment
 from fedprophet.client.task import ClientTask
@@ -35,6 +37,83 @@ def test_evaluation_counts_clean_and_attacked_hits() -> None:
     # 0.2 is wrong already; 0.45 and 0.55 lie within 0.1 of the threshold and fall to the attack.
     assert counts == {"samples": 5.0, "clean": 4.0, "adversarial": 2.0}
     assert evaluate(replace(task, threat=None), _threshold(), examples) == {"samples": 5.0, "clean": 4.0}
+
+
+EVALUATION = ClientTask("evaluate", 3, 2, seed=1, batch=4, threat=input_threat(0.1, 0.03, 3))
+
+
+def _ramp(count: int) -> LocalExamples:
+    """Pixels around the threshold: the sample's number is in its pixel, and most attacks are a matter of luck."""
+    pixels = 0.42 + 0.16 * torch.arange(count).view(-1, 1) / count
+    return LocalExamples(TensorExamples(pixels, (pixels[:, 0] > 0.5).long()), np.arange(count))
+
+
+@pytest.mark.parametrize("samples", [None, 17])
+def test_parts_meet_the_attacks_of_the_whole(samples: int | None) -> None:
+    """However the samples are dealt to tasks, the counts add up to the same."""
+    task, examples = replace(EVALUATION, samples=samples), _ramp(30)
+    whole = evaluate(task, _threshold(), examples)
+    assert whole["samples"] == (samples or 30)
+    assert 0 < whole["adversarial"] < whole["clean"]
+    total = 30 if samples is None else samples
+    parts = [
+        evaluate(replace(task, part=(first, min(first + 8, total))), _threshold(), examples)
+        for first in range(0, total, 8)
+    ]
+    assert {name: sum(part[name] for part in parts) for name in whole} == whole
+
+
+class Seen(LocalExamples):
+    def __init__(self, count: int) -> None:
+        super().__init__(TensorExamples(torch.arange(count).view(-1, 1) / count, [0] * count), np.arange(count))
+        self.positions: list[int] = []
+
+    def fetch(self, indices: torch.Tensor) -> torch.Tensor:
+        self.positions += indices.tolist()
+        return super().fetch(indices)
+
+
+def _positions(**changes: object) -> list[int]:
+    seen = Seen(50)
+    evaluate(replace(EVALUATION, threat=None, **changes), _threshold(), seen)
+    return seen.positions
+
+
+def test_drawn_samples_are_the_same_in_every_round_and_for_every_attack() -> None:
+    ten = _positions(samples=10)
+    assert len(set(ten)) == 10
+    assert ten == sorted(ten) != list(range(10))
+    assert _positions(samples=10, round=9, attack="autoattack") == ten
+    assert set(ten) < set(_positions(samples=20)), "more samples are these and others"
+    assert _positions(samples=10, client=3) != ten
+    assert _positions(samples=10, seed=2) != ten
+    assert _positions(samples=50) == _positions(samples=60) == _positions() == list(range(50))
+
+
+def test_an_attack_is_an_entry_in_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told where its randomness comes from; what its components broke is added up."""
+    seeds = []
+
+    def attack(logits, images, labels, threat, seed):
+        seeds.append(seed)
+        return Outcome(torch.zeros(len(labels), dtype=torch.bool), {"this": len(labels), "that": 1})
+
+    monkeypatch.setattr(measure, "ATTACKS", {**ATTACKS, "fake": Attack(attack, "Fake")})
+    counts = evaluate(replace(EVALUATION, attack="fake"), _threshold(), _ramp(6))
+    assert counts == {"samples": 6.0, "clean": 6.0, "adversarial": 0.0, "broken:this": 6.0, "broken:that": 2.0}
+    assert len(set(seeds)) == 2
+    evaluate(replace(EVALUATION, attack="fake"), _threshold(), _ramp(6))
+    assert seeds[:2] == seeds[2:]
+
+
+def test_autoattack_on_a_client() -> None:
+    pixels = torch.tensor([[0.1], [0.45], [0.55], [0.9], [0.2]])
+    examples = LocalExamples(TensorExamples(pixels, torch.tensor([0, 0, 1, 1, 1])), np.arange(5))
+    segment = _threshold()
+    segment.chain.atoms[0].train()
+    counts = evaluate(replace(EVALUATION, batch=5, attack="aa-fast"), segment, examples)
+    assert counts == {"samples": 5.0, "clean": 4.0, "adversarial": 2.0, "broken:apgd-ce": 2.0}
+    assert segment.chain.atoms[0].training, "its flag is as it was found"
 
 
 def test_magnitude_of_a_linear_map_is_its_largest_singular_value() -> None:

@@ -1,6 +1,7 @@
 import json
 import math
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from fedprophet.errors import ConfigError
+from fedprophet.methods import METHODS
 from fedprophet.runs.config import (
     PRESETS,
     Config,
@@ -96,6 +98,27 @@ def test_a_configuration_cannot_be_changed() -> None:
         Config().train.batch = 3  # type: ignore[misc]
 
 
+@pytest.mark.parametrize(("value", "samples"), [("50%", 180), ("0.5%", 1), (359, 359), (1, 1), ("99.9%", 359)])
+def test_the_public_set_is_a_number_or_a_share_of_the_test_set(value: int | str, samples: int) -> None:
+    assert parse_config({"distillation": {"public": value}}).public_samples(360) == samples
+
+
+@pytest.mark.parametrize("value", [360, 5000])
+def test_a_public_set_larger_than_what_is_held_out(value: int) -> None:
+    config = parse_config({"distillation": {"public": value}})
+    with pytest.raises(ConfigError) as caught:
+        config.public_samples(360)
+    text = str(caught.value)
+    assert text.startswith(f"distillation.public: {value} samples are larger than what is held out")
+    assert "360 samples" in text
+    assert "at most 359" in text
+
+
+def test_a_public_set_of_less_than_a_sample() -> None:
+    with pytest.raises(ConfigError, match=r"^distillation.public: 0.2% of 360 test samples is less than one sample"):
+        parse_config({"distillation": {"public": "0.2%"}}).public_samples(360)
+
+
 # Overrides -----------------------------------------------------------------------------------------------------------
 
 
@@ -121,6 +144,9 @@ def test_a_configuration_cannot_be_changed() -> None:
         ("data.root=/a b/c=d#e", ("data", "root"), "/a b/c=d#e"),
         ("data.root=", ("data", "root"), ""),
         ("data.root=1\nseed = 5", ("data", "root"), "1\nseed = 5"),
+        ("distillation.family=['cnn3', 'vgg11']", ("distillation", "family"), ["cnn3", "vgg11"]),
+        ("distillation.public=50%", ("distillation", "public"), "50%"),
+        ("distillation.public=5000", ("distillation", "public"), 5000),
         ("model.options.width=32", ("model", "options"), {"width": 32}),
         ("model.options={width = 32, pool = [1, 2]}", ("model", "options"), {"width": 32, "pool": [1, 2]}),
     ],
@@ -184,6 +210,14 @@ def test_an_override_that_is_not_text_is_refused() -> None:
         ("model.options=3", "3", "a table"),
         ("model.options.when=1979-05-27", "1979", "a table"),
         ("model.options.scale=inf", "inf", "a table"),
+        ("distillation.public=0", "0", "a whole number of at least 1, or a share above 0"),
+        ("distillation.public=0%", '"0%"', "a whole number of at least 1, or a share above 0"),
+        ("distillation.public=100%", '"100%"', "below 100 %"),
+        ("distillation.public=half", '"half"', "a whole number of at least 1, or a share"),
+        ("distillation.public=true", "true", "a whole number of at least 1, or a share"),
+        ("distillation.family=vgg16", '"vgg16"', "a list of names"),
+        ("distillation.family=[3]", "[3]", "a list of names"),
+        ("propagation.temperature=0", "0", "a number above 0"),
         ("seed=-1", "-1", "at least 0"),
         ("train.batch.size=3", "{size = 3}", "a whole number of at least 1"),
     ],
@@ -342,6 +376,125 @@ def test_a_file_without_suffix_in_this_folder(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     Path("mine").write_text("seed = 4")
     assert load_config("mine").seed == 4
+
+
+# Settings of a method ------------------------------------------------------------------------------------------------
+
+OF_A_METHOD = """\
+rounds = 500
+
+[train]
+batch = 8
+momentum = 0.5
+
+[methods.jfat]
+rounds = 1000
+model = {options = {width = 2}}
+
+[methods.jfat.train]
+batch = 4
+
+[methods.fedprophet]
+seed = 3
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Callable[[str], Path]:
+    def write(text: str) -> Path:
+        path = tmp_path / "mine.toml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_a_methods_table_is_laid_over_the_rest(mine: Callable[[str], Path]) -> None:
+    path = mine(OF_A_METHOD)
+    plain = load_config(path)
+    assert (plain.method, plain.rounds, plain.seed, plain.train.batch) == ("fedprophet", 500, 3, 8)
+    jfat = load_config(path, ["method=jfat"])
+    assert (jfat.method, jfat.rounds, jfat.seed) == ("jfat", 1000, 0)
+    assert (jfat.train.batch, jfat.train.momentum, jfat.model.options) == (4, 0.5, {"width": 2})
+
+
+def test_the_files_own_method_and_the_last_override_choose_the_table(mine: Callable[[str], Path]) -> None:
+    path = mine('method = "jfat"\n' + OF_A_METHOD)
+    assert load_config(path).rounds == 1000
+    assert load_config(path, ["method=jfat", "method=fedprophet"]).rounds == 500
+
+
+def test_overrides_win_over_both(mine: Callable[[str], Path]) -> None:
+    config = load_config(mine(OF_A_METHOD), ["rounds=7", "train.batch=2", "method=jfat"])
+    assert (config.rounds, config.train.batch, config.train.momentum) == (7, 2, 0.5)
+
+
+def test_a_resolved_configuration_holds_no_methods(mine: Callable[[str], Path], tmp_path: Path) -> None:
+    config = load_config(mine(OF_A_METHOD), ["method=jfat"])
+    assert "methods" not in config.model_dump()
+    resolved = tmp_path / "resolved.toml"
+    resolved.write_text(to_toml(config, comments=True))
+    assert load_config(resolved) == config
+
+
+def test_a_mapping_may_hold_settings_of_a_method_too() -> None:
+    given = {"method": "jfat", "train": {"batch": 8}, "methods": {"jfat": {"train": {"momentum": 0.1}}}}
+    train = parse_config(given).train
+    assert (train.batch, train.momentum) == (8, 0.1)
+    assert given["train"] == {"batch": 8}
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("methods = 3", ["methods: given 3 (in FILE), allowed: a table for each method, such as [methods.jfat]"]),
+        ("[methods]\njfat = 3", ["methods.jfat: given 3 (in FILE), allowed: a table"]),
+        (
+            "[methods.jfat]\nmethod = 'fedprophet'",
+            ['methods.jfat.method: given "fedprophet" (in FILE), allowed: every'],
+        ),
+        ("[methods.jfat]\nround = 3", ["unknown key 'round' (in FILE, [methods.jfat]). Did you mean 'rounds'?"]),
+        ("[methods.jfat.train]\nlr = 3", ["unknown key 'train.lr' (in FILE, [methods.jfat]). Did you mean 'learning_"]),
+        ("[methods.jfat.methods.jfat]\nseed = 3", ["unknown key 'methods' (in FILE, [methods.jfat])."]),
+        (
+            "[methods.jfat.train]\nbatch = 0\n[methods.fedprophet]\nseed = -1",
+            [
+                "train.batch: given 0 (in FILE, [methods.jfat]), allowed: a whole number of at least 1",
+                "seed: given -1 (in FILE, [methods.fedprophet]), allowed: a whole number of at least 0",
+            ],
+        ),
+    ],
+)
+@pytest.mark.parametrize("method", ["jfat", "fedprophet"])
+def test_mistakes_in_a_methods_table_show_whichever_is_run(
+    mine: Callable[[str], Path], text: str, lines: list[str], method: str
+) -> None:
+    path = mine(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, [f"method={method}"])
+    found = str(caught.value).replace(str(path), "FILE").splitlines()
+    assert len(found) == len(lines)
+    assert all(given.startswith(expected) for given, expected in zip(found, lines, strict=True))
+
+
+def test_settings_of_an_unknown_method_list_the_known_ones(mine: Callable[[str], Path]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(mine("[methods.jfatt]\nrounds = 3"))
+    assert "mine.toml): unknown method 'jfatt'. Did you mean 'jfat'? Known: " in str(caught.value)
+    assert str(caught.value).endswith(", ".join(sorted(METHODS)))
+
+
+def test_keys_that_exclude_each_other_are_those_of_the_run(mine: Callable[[str], Path]) -> None:
+    path = mine("[population]\nclients = 50\n[methods.jfat.population]\ncohort = 40\n[methods.fedrbn]\nrounds = 2\n")
+    assert load_config(path, ["method=jfat"]).population.cohort == 40
+    path = mine("[train]\nwarmup = 9\n[methods.jfat]\nrounds = 5\n")
+    assert load_config(path).warmup_rounds == 9
+    with pytest.raises(ConfigError, match=r"train.warmup: given 9, allowed: fewer than rounds = 5"):
+        load_config(path, ["method=jfat"])
+
+
+def test_methods_are_not_set_by_hand() -> None:
+    assert message("methods.jfat.rounds=3").startswith("unknown key 'methods' (--set)")
 
 
 # Writing -------------------------------------------------------------------------------------------------------------

@@ -1,14 +1,16 @@
 """Personalised accuracy against hand-computed numbers."""
 
+import math
+
 import pytest
 
 from fedprophet.client.task import ClientUpdate
-from fedprophet.server.accuracy import personalised
+from fedprophet.server.accuracy import personalised, personalised_estimate, pooled_estimate, wilson
 
 
 def _counts(client: int, weight: float, samples: float, clean: float, adversarial: float) -> ClientUpdate:
     metrics = {"samples": samples, "clean": clean, "adversarial": adversarial}
-    return ClientUpdate("evaluate", 1, client, weight, metrics)
+    return ClientUpdate("evaluate", 1, client, weight, metrics=metrics)
 
 
 def test_weighted_by_shard_size_not_by_held_out_samples() -> None:
@@ -19,6 +21,60 @@ def test_weighted_by_shard_size_not_by_held_out_samples() -> None:
 
 
 def test_a_client_without_held_out_samples_does_not_count() -> None:
-    empty = ClientUpdate("evaluate", 1, 2, 5.0, {"samples": 0.0})
+    empty = ClientUpdate("evaluate", 1, 2, 5.0, metrics={"samples": 0.0})
     assert personalised([_counts(0, 30.0, 4, 3, 1), empty]).clean == 0.75
     assert personalised([empty]).samples == 0
+
+
+@pytest.mark.parametrize(
+    ("right", "samples", "low", "high"),
+    # Published values: Wilson (1927) as tabled by Newcombe (1998), examples 81/263, 15/148, 0/20 and 1/29.
+    [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
+)
+def test_wilson_against_published_values(right: int, samples: int, low: float, high: float) -> None:
+    assert wilson(right, samples) == pytest.approx((low, high), abs=5e-5)
+    assert wilson(samples - right, samples) == pytest.approx((1 - high, 1 - low), abs=5e-5)
+
+
+def test_wilson_at_the_ends() -> None:
+    """All right of one: z² = 3.8415, so the lower end is 1 / (1 + 3.8415)."""
+    assert wilson(1, 1) == (pytest.approx(1 / 4.8415, abs=1e-5), 1.0)
+    assert wilson(0, 0) == (0.0, 1.0)
+
+
+def test_the_global_accuracy_pools_the_parts_of_the_test_set() -> None:
+    parts = [_counts(-1, 263.0, 200, 150, 61), _counts(-1, 263.0, 63, 33, 20)]
+    found = pooled_estimate(parts, "adversarial")
+    assert (found.accuracy, found.samples) == (81 / 263, 263)
+    assert found.interval == pytest.approx((0.2553, 0.3662), abs=5e-5)
+    assert pooled_estimate([], "clean").samples == 0
+
+
+def test_the_personalised_interval_is_stratified() -> None:
+    """By hand, z² = 3.84146: centres (30 + 1.92073) / 43.84146 = 0.72809 and (5 + 1.92073) / 13.84146 = 0.5;
+
+    s² = 0.75² · 0.72809 · 0.27191 / 40 + 0.25² · 0.5 · 0.5 / 10 = 0.0027840 + 0.0015625, 1.96 s = 0.129222.
+    """
+    found = personalised_estimate([_counts(0, 300.0, 40, 30, 1), _counts(1, 100.0, 10, 5, 1)], "clean")
+    assert found.accuracy == pytest.approx(0.75 * 0.75 + 0.25 * 0.5)
+    assert found.samples == 50
+    assert found.interval == pytest.approx((0.6875 - 0.129222, 0.6875 + 0.129222), abs=1e-5)
+
+
+def test_clients_that_get_everything_right_still_leave_doubt() -> None:
+    few = personalised_estimate([_counts(k, 10.0, 2, 2, 0) for k in range(4)], "clean")
+    many = personalised_estimate([_counts(k, 10.0, 200, 200, 0) for k in range(4)], "clean")
+    assert few.accuracy == many.accuracy == few.interval[1] == 1.0
+    # Four clients of weight 1/4 with centre 3.92073 / 5.84146: s² = 4/16 · 0.67119 · 0.32881 / 2.
+    assert 1 - few.interval[0] == pytest.approx(1.95996 * math.sqrt(0.25 * 0.67119 * 0.32881 / 2), abs=1e-4)
+    assert 0.99 < many.interval[0] < 1
+    assert personalised_estimate([_counts(0, 1.0, 2, 0, 0)], "clean").interval[0] == 0.0
+
+
+def test_an_estimate_has_the_value_of_the_accuracy_and_leaves_out_the_same_clients() -> None:
+    updates = [_counts(0, 3.0, 7, 5, 2), _counts(1, 11.0, 3, 1, 0), _counts(2, 5.0, 0, 0, 0)]
+    accuracy = personalised(updates)
+    for metric in ("clean", "adversarial"):
+        found = personalised_estimate(updates, metric)
+        assert (found.accuracy, found.samples) == (getattr(accuracy, metric), 10)
+    assert personalised_estimate(updates[2:], "clean").samples == 0

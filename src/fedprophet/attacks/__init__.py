@@ -1,5 +1,16 @@
 """Attacks on images and on features."""
 
-from fedprophet.attacks.pgd import pgd
+from collections.abc import Mapping
 
-__all__ = ["pgd"]
+from fedprophet.attacks.attack import Attack, Outcome
+from fedprophet.attacks.autoattack import aa_fast, autoattack
+from fedprophet.attacks.pgd import pgd, pgd_attack
+
+ATTACKS: Mapping[str, Attack] = {
+    "pgd": Attack(pgd_attack, "PGD", takes_steps=True),
+    "autoattack": Attack(autoattack, "AutoAttack", module="pyautoattack", extra="attacks"),
+    "aa-fast": Attack(aa_fast, "AA-fast", module="pyautoattack", extra="attacks"),
+}
+"""The attacks that an evaluation can name."""
+
+__all__ = ["ATTACKS", "Attack", "Outcome", "pgd"]

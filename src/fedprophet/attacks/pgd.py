@@ -9,8 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from fedprophet.attacks.attack import Logits, Outcome
 from fedprophet.threat import Norm, ThreatModel
 
 Objective = Callable[[Tensor], Tensor]
@@ -80,6 +82,18 @@ def pgd(objective: Objective, clean: Tensor, threat: ThreatModel, generator: tor
             delta = ball.project(ball.ascend(perturbed - clean, gradient, threat.step), threat.radius)
             perturbed = _into_range(clean + delta, threat)
     return perturbed.detach()
+
+
+def pgd_attack(logits: Logits, images: Tensor, labels: Tensor, threat: ThreatModel, seed: int) -> Outcome:
+    """Attack the cross-entropy, from one random start; a sample that is wrong already is attacked as well."""
+    generator = torch.Generator(device=images.device).manual_seed(seed)
+
+    def objective(x: Tensor) -> Tensor:
+        return F.cross_entropy(logits(x), labels, reduction="sum")
+
+    attacked = pgd(objective, images, threat, generator)
+    with torch.no_grad():
+        return Outcome(logits(attacked).argmax(dim=1) == labels)
 
 
 def _into_range(x: Tensor, threat: ThreatModel) -> Tensor:

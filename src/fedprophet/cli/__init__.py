@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from fedprophet.cli.compare import compare_command
 from fedprophet.cli.config import config_app
 from fedprophet.cli.data import data_app
 from fedprophet.cli.evaluate import evaluate_command, export_command
@@ -32,6 +33,7 @@ app = typer.Typer(
 app.command("train")(train_command)
 app.command("evaluate")(evaluate_command)
 app.command("export")(export_command)
+app.command("compare")(compare_command)
 app.command("partition")(partition_command)
 app.command("latency")(latency_command)
 app.add_typer(fleet_app, name="fleet")

@@ -18,10 +18,18 @@ def show(
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key; may be repeated.")
     ] = None,
+    method: Annotated[str | None, typer.Option(help="Short for --set method=…")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print the resolved configuration as TOML that can be saved, edited and used."""
-    config = load_config(source, overrides or ())
+    """Print the resolved configuration as TOML that can be saved, edited and used.
+
+    Examples:
+
+      fedprophet config show digits > mine.toml
+
+      fedprophet config show cifar10-balanced --method heterofl
+    """
+    config = load_config(source, [*(overrides or ()), *([f"method={method}"] if method else ())])
     text = json.dumps(config.model_dump(), indent=2) + "\n" if as_json else to_toml(config, comments=True)
     typer.echo(text, nl=False)
 

@@ -1,42 +1,101 @@
 """`fedprophet evaluate` and `fedprophet export`: what a run's model can do, and the model itself."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from fedprophet.cli.progress import WORK_NAMES, accuracy_table
-from fedprophet.client.task import TaskKind
+from fedprophet.cli.progress import accuracy_table, percent
 from fedprophet.errors import ConfigError
-from fedprophet.runs.results import Watched, evaluate, parse_attacks
+from fedprophet.runs.evaluation import Check, can_keep, check_samples, evaluate_run
+from fedprophet.runs.results import Watch, allowed_attacks, attack_label, parse_attacks
 from fedprophet.runs.run import Run, reopen, write_model
 
 
 def evaluate_command(
     run: Annotated[Path, typer.Argument(help="The run's folder.")],
-    attack: Annotated[str, typer.Option(help="What to measure, separated by commas: clean, pgdN.")] = "clean,pgd20",
+    attack: Annotated[
+        str, typer.Option(help=f"What to measure, separated by commas: {', '.join(allowed_attacks())}.")
+    ] = "clean,pgd20",
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Use N samples of the test set, and about N of all clients together. Default: all."
+        ),
+    ] = None,
+    masking_check: Annotated[
+        bool,
+        typer.Option(
+            "--masking-check/--no-masking-check",
+            help="Repeat each pgdN in larger balls, on at most 200 test samples, to find gradient masking.",
+        ),
+    ] = True,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure a run's model: personalised (each client's own data) and global (the exported model on the test set).
 
-    Example: fedprophet evaluate runs/digits-fedprophet-1 --attack clean,pgd20,pgd50
+    What is measured is kept in the run's folder: the same command given again goes on where it was stopped. The result
+    is also in RUN/evaluation.json. AutoAttack takes long: a sample costs it thousands of passes through the model.
+
+    Examples:
+
+      fedprophet evaluate runs/digits-fedprophet-1 --attack clean,pgd20,pgd50
+
+      fedprophet evaluate runs/digits-fedprophet-1 --attack clean,pgd20,autoattack --samples 100
+
+      fedprophet evaluate runs/digits-fedprophet-1 --attack aa-fast --json
     """
     attacks = parse_attacks(attack)
+    check_samples(samples)
     opened = _open(run)
-    with Progress(console=Console(stderr=True), transient=True, disable=not Console(stderr=True).is_terminal) as bar:
-        work = bar.add_task("evaluating")
-
-        def done(kind: TaskKind, number: int, total: int) -> None:
-            bar.update(work, description=WORK_NAMES[kind], completed=number, total=total)
-
-        results = evaluate(opened.session, opened.state, attacks, Watched(opened.session.engine, done))
+    if not can_keep(opened):
+        typer.echo(f"note: {run} cannot be written to: nothing is kept of this evaluation", err=True)
+    with _progress() as watch:
+        evaluation = evaluate_run(opened, attacks, samples, masking_check, watch)
+    results = evaluation.to_json()
+    for warning in results["warnings"]:
+        typer.echo(f"warning: {warning}", err=True)
     if json_:
         typer.echo(json.dumps(results, indent=2))
         return
-    Console().print(accuracy_table(results))
+    console = Console()
+    console.print(accuracy_table(results))
+    for check in evaluation.checks.values():
+        console.print(_checked(check), highlight=False, markup=False, soft_wrap=True)
+
+
+@contextmanager
+def _progress() -> Iterator[Watch]:
+    """Show a bar for each thing that is measured, in a terminal; be quiet elsewhere."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(30), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        shown = bar.add_task("opening", total=None)
+        at = "opening"
+
+        def watch(what: str, done: int, total: int) -> None:
+            nonlocal shown, at
+            if what != at:
+                bar.remove_task(shown)
+                shown, at = bar.add_task(what, total=total), what
+            bar.update(shown, completed=done, total=total)
+
+        yield watch
+
+
+def _checked(check: Check) -> str:
+    """Say what the masking check found."""
+    found = {radius: percent(tally.correct / max(tally.samples, 1)) for radius, tally in check.found.items()}
+    larger = ", ".join(f"{value} with {radius:g}" for radius, value in found.items() if radius != check.radius)
+    return (
+        f"Masking check of {attack_label(check.attack)} on {check.found[check.radius].samples} test samples: "
+        f"{found[check.radius]} correct with radius {check.radius:g}, {larger}."
+    )
 
 
 def export_command(

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedprophet.client.task import TaskKind
+from fedprophet.runs.results import attack_label
 from fedprophet.runs.run import Observer
 from fedprophet.runs.session import Session
 from fedprophet.server.coordinator import Record
@@ -22,6 +23,9 @@ WORK_NAMES: Mapping[TaskKind, str] = {
     "train": "training",
     "evaluate": "evaluating",
     "measure": "measuring perturbations",
+    "predict": "predicting the public set",
+    "distill": "distilling",
+    "adopt": "passing statistics on",
 }
 
 
@@ -267,21 +271,33 @@ def _reached(name: str, round: Mapping[str, Any]) -> str:
     return f"{name} round ({round['round']}): {accuracies}"
 
 
+MEASURED_ON = {
+    "personalised": "each client's own held-out data and norm layers",
+    "global": "the exported model, averaged norm layers, on the test set",
+}
+
+
 def accuracy_table(results: Mapping[str, Any]) -> Table:
-    attacks = list(results["personalised"])
-    table = Table(title="Accuracy of the trained model", title_justify="left")
-    table.add_column("Measured on")
-    for name in attacks:
-        table.add_column("Clean" if name == "clean" else name.upper().replace("PGD", "PGD-"), justify="right")
-    table.add_column("Samples", justify="right")
-    meaning = {
-        "personalised": "personalised: each client's own held-out data and norm layers",
-        "global": "global: the exported model, averaged norm layers, on the test set",
-    }
-    for key, text in meaning.items():
-        values = [percent(cell["accuracy"] if cell["samples"] else None) for cell in results[key].values()]
-        table.add_row(text, *values, str(results[key][attacks[0]]["samples"]))
+    """Return the accuracies for people: a row for each attack, first for the clients, then for the test set."""
+    meaning = "\n".join(f"{part}: {text}" for part, text in MEASURED_ON.items())
+    table = Table(title="Accuracy of the trained model", title_justify="left", caption=meaning, caption_justify="left")
+    for heading in ("Measured", "Attack"):
+        table.add_column(heading)
+    for heading in ("Accuracy", "95 % interval", "Samples"):
+        table.add_column(heading, justify="right")
+    for part in MEASURED_ON:
+        for number, (name, cell) in enumerate(results[part].items()):
+            value = percent(cell["accuracy"] if cell["samples"] else None)
+            shown = (attack_label(name), value, _interval(cell), str(cell["samples"]))
+            table.add_row("" if number else part, *shown, end_section=number == len(results[part]) - 1)
     return table
+
+
+def _interval(cell: Mapping[str, Any]) -> str:
+    if not cell["samples"] or "interval" not in cell:
+        return "–"
+    low, high = cell["interval"]
+    return f"{100 * low:.1f} – {100 * high:.1f} %"
 
 
 __all__ = ["LiveDisplay", "Observer", "PlainLines", "closing_table", "observer_for"]

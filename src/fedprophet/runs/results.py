@@ -1,64 +1,182 @@
 """What comes out of a run: accuracies, the one model that everybody can load, and the closing summary."""
 
+import importlib.util
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
+from fedprophet.attacks import ATTACKS, Attack
 from fedprophet.client.task import SERVER, ClientTask, ClientUpdate
 from fedprophet.errors import ConfigError
 from fedprophet.runs.session import Session
-from fedprophet.server.accuracy import Accuracy, personalised
+from fedprophet.server.accuracy import personalised_estimate, pooled_estimate
 from fedprophet.server.aggregate import partial_average
 from fedprophet.server.coordinator import Engine, Record
 from fedprophet.threat import ThreatModel
 
-_PGD = re.compile(r"pgd([1-9][0-9]*)")
+CLEAN = "clean"
+CLIENTS_TOGETHER = 1000
+"""So many clients' tasks are made at a time."""
+PART_SAMPLES = 64
+"""The test set is evaluated in parts of about as many samples, so that progress shows and little is lost by a stop."""
+
+Watch = Callable[[str, int, int], None]
+"""Is told what is being done, how much of it is done, and how much there is."""
+
+
+def unwatched(what: str, done: int, total: int) -> None:
+    """Say nothing."""
 
 
 def parse_attacks(text: str) -> tuple[str, ...]:
-    """Return the names of attacks in `clean,pgd20`, checked."""
+    """Return the names of attacks in `clean,pgd20`, checked; what they need must be installed."""
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-    wrong = ", ".join(repr(name) for name in names if name != "clean" and not _PGD.fullmatch(name))
+    wrong = ", ".join(repr(name) for name in names if name != CLEAN and _find(name) is None)
     if wrong or not names:
         what = f"unknown attack {wrong}" if wrong else "no attack is given"
-        raise ConfigError(f"{what}. Allowed: clean, or pgdN with N steps (as in pgd20); several separated by commas")
+        raise ConfigError(f"{what}. Allowed: {', '.join(allowed_attacks())}; several separated by commas")
+    for name in names:
+        entry = ATTACKS.get(name)
+        if entry is not None and entry.module is not None and importlib.util.find_spec(entry.module) is None:
+            raise ConfigError(
+                f"the attack {name} needs the extra `{entry.extra}`: pip install 'fedprophet[{entry.extra}]'"
+            )
     return names
 
 
+def allowed_attacks() -> list[str]:
+    """Return what an evaluation can measure, as people write it."""
+    steps = [f"{name}N with N steps (as in {name}20)" for name, entry in ATTACKS.items() if entry.takes_steps]
+    return [CLEAN, *steps, *(name for name, entry in ATTACKS.items() if not entry.takes_steps)]
+
+
+def _find(name: str) -> tuple[str, Attack, int | None] | None:
+    """Return an attack's entry and its number of steps: for pgd20 that of pgd, and 20."""
+    match = re.fullmatch(r"([a-z-]+)([1-9][0-9]*)?", name)
+    entry = ATTACKS.get(match[1]) if match else None
+    if match is None or entry is None or entry.takes_steps != (match[2] is not None):
+        return None
+    return match[1], entry, int(match[2]) if match[2] else None
+
+
+def attack_label(name: str) -> str:
+    """Return what a table calls an attack."""
+    found = _find(name)
+    if found is None:
+        return "Clean"
+    _, entry, steps = found
+    return entry.label if steps is None else f"{entry.label}-{steps}"
+
+
+def is_stepwise(name: str) -> bool:
+    """Whether an attack is one of so many steps, as pgd20 is."""
+    found = _find(name)
+    return found is not None and found[1].takes_steps
+
+
+def threat_of(session: Session, name: str) -> tuple[str, ThreatModel | None]:
+    """Return the attack's name in the table of attacks, and its threat; none where nothing is attacked."""
+    found = _find(name)
+    if found is None:
+        return "pgd", None
+    key, _, steps = found
+    return key, session.world.image_threat(steps or session.config.evaluate.steps)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What came back for one attack: from the clients, and for the parts of the test set."""
+
+    metric: str
+    clients: Sequence[ClientUpdate]
+    test: Sequence[ClientUpdate]
+
+
 def evaluate(session: Session, state: Any, attacks: Sequence[str], engine: Engine) -> dict[str, dict[str, Any]]:
-    """Return personalised and global accuracy under each attack.
+    """Return personalised and global accuracy under each attack, with samples and 95 % intervals."""
+    return cells(Evaluator(session, state, exported_model(session, state, engine), engine).measure(attacks))
 
-    Personalised: each client that `evaluate.clients` asks, on its own held-out part, with its own norm layers. Global:
-    the one exported model, with averaged norm layers, on the test set.
-    """
-    local = average_local(session, state, engine)
 
-    def over_clients(threat: ThreatModel | None) -> Accuracy:
-        clients = session.world.sample(session.config.evaluate.clients, state.round, "evaluate")
-        tasks = [session.method.evaluation_task(state, client, threat) for client in clients]
-        return personalised(list(in_order(tasks, engine)))
-
-    def over_test_set(threat: ThreatModel | None) -> Accuracy:
-        task = session.method.evaluation_task(state, SERVER, threat)
-        return personalised(list(engine.map([replace(task, parameters={**task.parameters, **local})])))
-
+def cells(measured: Mapping[str, Measured]) -> dict[str, dict[str, Any]]:
+    """Return the accuracies as they are written."""
+    own = {name: personalised_estimate(found.clients, found.metric) for name, found in measured.items()}
+    whole = {name: pooled_estimate(found.test, found.metric) for name, found in measured.items()}
     return {
-        "personalised": _by_attack(session, attacks, over_clients),
-        "global": _by_attack(session, attacks, over_test_set),
+        part: {name: asdict(value) | {"interval": list(value.interval)} for name, value in estimates.items()}
+        for part, estimates in {"personalised": own, "global": whole}.items()
     }
 
 
-def _by_attack(session: Session, attacks: Sequence[str], measure: Any) -> dict[str, Any]:
-    results: dict[str, Any] = {}
-    for name in attacks:
-        match = _PGD.fullmatch(name)
-        accuracy = measure(session.world.image_threat(int(match[1])) if match else None)
-        value = accuracy.adversarial if match else accuracy.clean
-        results[name] = {"accuracy": value, "samples": accuracy.samples}
-    return results
+@dataclass(frozen=True)
+class Evaluator:
+    """Measures one state of a run.
+
+    Personalised: each client that `evaluate.clients` asks, on its own held-out part, with its own norm layers. Global:
+    `whole`, the one exported model, with averaged norm layers, on the test set, or as many samples of it as
+    `evaluate.test_samples` says. `samples` limits both: N of the test set, and ⌈N / K⌉ for each of K clients.
+    """
+
+    session: Session
+    state: Any
+    whole: Mapping[str, Tensor]
+    engine: Engine
+    samples: int | None = None
+    watch: Watch = unwatched
+
+    @property
+    def test_samples(self) -> int:
+        """How many samples of the test set are used."""
+        asked = self.samples or self.session.config.evaluate.test_samples
+        available = len(self.test_labels)
+        return min(asked, available) if asked else available
+
+    @property
+    def test_labels(self) -> Tensor:
+        """The labels of the server's test set."""
+        return self.session.population.client_data(SERVER).validation.labels
+
+    def measure(self, attacks: Sequence[str]) -> dict[str, Measured]:
+        """Return what the clients and the test set say under each attack."""
+        measured = {}
+        for name in attacks:
+            attack, threat = threat_of(self.session, name)
+            metric = CLEAN if threat is None else "adversarial"
+            test = self.over_test_set(attack, threat, self.test_samples, f"{name}, test set")
+            measured[name] = Measured(metric, self._over_clients(attack, threat, f"{name}, clients"), test)
+        return measured
+
+    def _over_clients(self, attack: str, threat: ThreatModel | None, what: str) -> list[ClientUpdate]:
+        session, state = self.session, self.state
+        clients = session.world.sample(session.config.evaluate.clients, state.round, "evaluate")
+        samples = None if self.samples is None else -(-self.samples // len(clients))
+        updates: list[ClientUpdate] = []
+        self.watch(what, 0, len(clients))
+        for start in range(0, len(clients), CLIENTS_TOGETHER):
+            some = clients[start : start + CLIENTS_TOGETHER]
+            tasks = [session.method.evaluation_task(state, client, threat) for client in some]
+            tasks = [replace(task, attack=attack, samples=samples) for task in tasks]
+            for update in in_order(tasks, self.engine):
+                updates.append(update)
+                self.watch(what, len(updates), len(clients))
+        return updates
+
+    def over_test_set(self, attack: str, threat: ThreatModel | None, samples: int, what: str) -> list[ClientUpdate]:
+        """Return what each part of the test set says; `samples` of it are drawn, the same ones for every attack."""
+        task = self.session.method.evaluation_task(self.state, SERVER, threat)
+        layers = {name: self.whole[name] for name in self.session.world.chain.local()}
+        task = replace(task, attack=attack, samples=samples, parameters={**task.parameters, **layers})
+        size = task.batch * max(1, PART_SAMPLES // task.batch)
+        parts = [(start, min(start + size, samples)) for start in range(0, samples, size)]
+        tasks = [replace(task, number=number, part=part) for number, part in enumerate(parts)]
+        updates: list[ClientUpdate] = []
+        self.watch(what, 0, samples)
+        for update in in_order(tasks, self.engine):
+            updates.append(update)
+            self.watch(what, parts[update.number][1], samples)
+        return updates
 
 
 def average_local(session: Session, state: Any, engine: Engine) -> Mapping[str, Tensor]:
@@ -78,19 +196,20 @@ def in_order(tasks: Sequence[ClientTask], engine: Engine) -> Iterator[ClientUpda
 
     A sum over clients then has the same bits on every engine; only updates that came too early are held.
     """
-    early: dict[int, ClientUpdate] = {}
+    early: dict[tuple[int, int], ClientUpdate] = {}
+    order = [(task.client, task.number) for task in tasks]
     turn = 0
     for update in engine.map(tasks):
-        early[update.client] = update
-        while turn < len(tasks) and tasks[turn].client in early:
-            yield early.pop(tasks[turn].client)
+        early[update.client, update.number] = update
+        while turn < len(order) and order[turn] in early:
+            yield early.pop(order[turn])
             turn += 1
-    yield from (early[client] for client in sorted(early))
+    yield from (early[name] for name in sorted(early))
 
 
-def exported_model(session: Session, state: Any, engine: Engine) -> dict[str, Tensor]:
-    """Return the whole model under its state-dict names, with averaged norm layers."""
-    return {**session.method.model(state), **average_local(session, state, engine)}
+def exported_model(session: Session, state: Any, engine: Engine) -> Mapping[str, Tensor]:
+    """Return the whole model under its state-dict names, as the method makes it of the clients' averaged layers."""
+    return session.method.exported(state, average_local(session, state, engine))
 
 
 def simulated_seconds(records: Iterable[Record]) -> dict[str, float]:
