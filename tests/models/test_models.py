@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from fedprophet.errors import ModelError
-from fedprophet.models import MODELS, build
+from fedprophet.models import FAMILIES, MODELS, build, family_of
 
 
 def count(model: nn.Module) -> int:
@@ -59,6 +59,78 @@ def test_large_models_have_the_published_sizes(name, parameters):
 def test_sizes_by_hand(name, shape, classes, parameters):
     with torch.device("meta"):
         assert count(build(name, shape, classes)) == parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "classes", "width", "parameters"),
+    [
+        # Convolutions with bias, then 2 numbers of batch norm for each channel, then the linear layers.
+        (
+            "vgg11",
+            (3, 32, 32),
+            10,
+            4,
+            (27 * 4 + 3 * 4)
+            + (9 * 4 * 8 + 3 * 8)
+            + (9 * 8 * 16 + 3 * 16)
+            + (9 * 16 * 16 + 3 * 16)
+            + (9 * 16 * 32 + 3 * 32)
+            + 3 * (9 * 32 * 32 + 3 * 32)
+            + 2 * 33 * 32
+            + 33 * 10,
+        ),
+        (
+            "resnet10",
+            (1, 28, 28),
+            7,
+            6,
+            (9 * 6 + 12)
+            + (2 * 9 * 6 * 6 + 24)
+            + sum(9 * w * w // 2 + 9 * w * w + w * w // 2 + 6 * w for w in (12, 24, 48))
+            + 49 * 7,
+        ),
+        ("cnn3", (3, 32, 32), 10, 4, (27 * 4 + 3 * 4) + (36 * 8 + 3 * 8) + 33 * 10),
+        ("cnn4", (3, 64, 64), 20, 2, (147 * 2 + 6) + (49 * 2 * 4 + 12) + 197 * 16 + 17 * 20),
+        ("vgg-small-3", (1, 8, 8), 10, 4, (9 * 4 + 12) + (36 * 8 + 24) + (72 * 16 + 48) + 17 * 10),
+        (
+            "vgg-small-5",
+            (1, 8, 8),
+            10,
+            3,
+            (9 * 3 + 9) + (27 * 4 + 12) + (36 * 6 + 18) + (54 * 12 + 36) + (108 * 12 + 36) + 13 * 10,
+        ),
+    ],
+)
+def test_sizes_at_a_width_by_hand(name, shape, classes, width, parameters):
+    assert count(build(name, shape, classes, width=width)) == parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("vgg16", (3, 32, 32)), ("vgg13", (3, 80, 80)), ("resnet34", (3, 64, 64)), ("cnn4", (3, 64, 64))],
+)
+def test_half_the_width_halves_every_channel_but_the_images_and_the_classes(name, shape):
+    whole, half = shapes(name, shape, 10), shapes(name, shape, 10, width=32)
+    assert half.keys() == whole.keys()
+    for key, sizes in whole.items():
+        fixed = {3, 7, 1, 10}  # colours, kernels and classes
+        assert half[key] == tuple(side if side in fixed else side // 2 for side in sizes), key
+
+
+def test_families_grow_and_end_with_the_model_that_is_asked_for():
+    assert family_of("resnet18") == ("cnn4", "resnet10", "resnet18")
+    assert family_of("vgg16") == ("cnn3", "vgg11", "vgg13", "vgg16")
+    assert family_of("vgg-small") == ("vgg-small-3", "vgg-small-5", "vgg-small")
+    assert family_of("cnn3") == ("cnn3",)
+    images = {"vgg16": (3, 32, 32), "resnet34": (3, 64, 64), "vgg-small": (1, 8, 8)}
+    for family in FAMILIES:
+        sizes = [count(build(name, images[family[-1]], 10, width=8)) for name in family]
+        assert sizes == sorted(set(sizes))
+
+
+def test_a_model_without_a_family_says_what_to_set():
+    with pytest.raises(ModelError, match=r"model vit belongs to no family .* Set distillation.family .* ends with vit"):
+        family_of("vit")
 
 
 def test_vgg_names():
@@ -154,6 +226,8 @@ def test_vit_reads_patches_in_rows_and_classifies_the_class_token():
         ("vgg11", (3, 32, 48)),
         ("vgg-small", (1, 4, 4)),
         ("vgg-small", (3, 32, 32)),
+        ("vgg-small-3", (1, 4, 4)),
+        ("vgg-small-5", (1, 4, 4)),
         ("resnet10", (1, 8, 8)),
         ("cnn3", (1, 3, 3)),
         ("cnn4", (3, 49, 60)),
@@ -180,9 +254,9 @@ def test_convolutions_start_by_fan_out_from_the_callers_generator():
 
 def test_every_entry_has_a_line_of_description_and_knows_its_options():
     assert all(entry.description and "\n" not in entry.description for entry in MODELS.values())
-    assert MODELS["vgg16"].options == ("dropout",)
+    assert MODELS["vgg16"].options == ("dropout", "width")
     assert MODELS["vgg-small"].options == ("width",)
-    assert MODELS["resnet34"].options == ()
+    assert MODELS["resnet34"].options == ("width",)
     assert set(MODELS["vit"].options) == {"patch", "dim", "depth", "heads", "mlp_dim", "dropout"}
 
 
@@ -196,7 +270,7 @@ def test_options_reach_the_model():
     [
         ("vgg61", (3, 32, 32), 10, {}, r"unknown model 'vgg61'. Did you mean 'vgg16'\?"),
         ("vgg16", (3, 32, 32), 10, {"drop": 0.1}, "unknown option of model vgg16 'drop'. Did you mean 'dropout'"),
-        ("resnet18", (3, 32, 32), 10, {"width": 2}, "unknown option of model resnet18 'width'. Known: none"),
+        ("resnet18", (3, 32, 32), 10, {"dropout": 0.1}, "unknown option of model resnet18 'dropout'. Known: width"),
         ("vgg16", (3, 31, 64), 10, {}, "at least 32×32 pixels .* not 31×64"),
         ("vgg-small", (1, 3, 8), 10, {}, "at least 4×4"),
         ("cnn4", (3, 32, 32), 10, {}, "at least 49×49"),
@@ -206,6 +280,11 @@ def test_options_reach_the_model():
         ("vgg16", (3, 32, 32), 10, {"dropout": 1.0}, "option dropout of vgg16"),
         ("vgg-small", (1, 8, 8), 10, {"width": 0}, "option width of vgg-small"),
         ("vgg-small", (1, 8, 8), 10, {"width": 1.5}, "option width of vgg-small"),
+        ("vgg-small-3", (1, 3, 8), 10, {}, "vgg-small-3 needs images of at least 4×4"),
+        ("vgg13", (3, 32, 32), 10, {"width": 0}, "option width of vgg13 must be a positive whole number, not 0"),
+        ("resnet10", (3, 32, 32), 10, {"width": True}, "option width of resnet10"),
+        ("cnn3", (3, 32, 32), 10, {"width": "8"}, "option width of cnn3"),
+        ("cnn4", (3, 64, 64), 10, {"width": -1}, "option width of cnn4"),
         ("vit", (3, 30, 30), 10, {}, "30×30 pixels into patches of 4"),
         ("vit", (3, 32, 32), 10, {"heads": 5}, "multiple of option heads"),
         ("vit", (3, 32, 32), 10, {"dim": 0}, "option dim of vit"),

@@ -217,6 +217,14 @@ def refused(model, source, text):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.parametrize(("name", "file"), [("vgg16", "vgg16"), ("vgg11", "vgg16"), ("resnet10", "resnet18")])
+def test_weights_of_another_width_are_refused(name, file, source):
+    saved(source, build(file, SMALL, 10, width=8).state_dict())
+    model = build(name, SMALL, 10, width=4)
+    with pytest.raises(ModelError, match=r"has shape 8 in .* but 4 in the model: .* of another architecture or width"):
+        load_weights(model, source)
+
+
 def test_another_shape_is_named(source):
     saved(source, drawn("resnet10", 0, (3, 96, 96)).state_dict())
     refused(drawn("resnet10", 1), source, "tensor conv1.weight has shape 64×3×7×7 in .* but 64×3×3×3 in the model")
