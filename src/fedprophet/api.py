@@ -75,7 +75,7 @@ def evaluate(
 def export(
     path: str | Path, out: str | Path, *, model: nn.Module | Chain | None = None, data: Dataset | None = None
 ) -> None:
-    """Write a run's model with averaged norm statistics as one safetensors file."""
+    """Write a run's model as one safetensors file; its metadata say where its norm layers come from."""
     write_model(reopen(Path(path), model, data), Path(out))
 
 

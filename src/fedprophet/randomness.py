@@ -30,7 +30,15 @@ def numpy_generator(seed: int, purpose: str, *where: int) -> np.random.Generator
 
 @contextmanager
 def global_rng(seed: int, purpose: str, *where: int) -> Iterator[None]:
-    """Seed torch's global generator, which dropout and initialisation use, and put it back afterwards."""
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+    """Seed torch's global generators, which dropout and initialisation use, and put them back afterwards."""
+    # GPUs' generators are set back in place: a graph that was captured holds on to their state.
+    gpus = torch.cuda.default_generators if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+    places = [(gpu, gpu.initial_seed(), gpu.get_offset()) for gpu in gpus]
+    with torch.random.fork_rng(devices=()):
         torch.manual_seed(key(seed, purpose, *where))
-        yield
+        try:
+            yield
+        finally:
+            for gpu, initial, offset in places:
+                gpu.manual_seed(initial)
+                gpu.set_offset(offset)

@@ -27,8 +27,13 @@ def _per_sample_norm(x: Tensor) -> Tensor:
     return norms
 
 
+def _like(clean: Tensor, generator: torch.Generator) -> Tensor:
+    """Return memory for a draw, where the generator is: a draw is the same wherever it is used."""
+    return torch.empty_like(clean, device=generator.device)
+
+
 def _linf_start(clean: Tensor, radius: float, generator: torch.Generator) -> Tensor:
-    return torch.empty_like(clean).uniform_(-radius, radius, generator=generator)
+    return _like(clean, generator).uniform_(-radius, radius, generator=generator).to(clean.device)
 
 
 def _linf_ascend(delta: Tensor, gradient: Tensor, step: float) -> Tensor:
@@ -40,8 +45,9 @@ def _linf_project(delta: Tensor, radius: float) -> Tensor:
 
 
 def _l2_start(clean: Tensor, radius: float, generator: torch.Generator) -> Tensor:
-    direction = torch.empty_like(clean).normal_(generator=generator)
-    share = torch.rand(len(clean), *[1] * (clean.dim() - 1), generator=generator, device=clean.device)
+    direction = _like(clean, generator).normal_(generator=generator).to(clean.device)
+    share = torch.rand(len(clean), *[1] * (clean.dim() - 1), generator=generator, device=generator.device)
+    share = share.to(clean.device)
     return direction / (_per_sample_norm(direction) + _TINY) * radius * share
 
 
@@ -86,7 +92,7 @@ def pgd(objective: Objective, clean: Tensor, threat: ThreatModel, generator: tor
 
 def pgd_attack(logits: Logits, images: Tensor, labels: Tensor, threat: ThreatModel, seed: int) -> Outcome:
     """Attack the cross-entropy, from one random start; a sample that is wrong already is attacked as well."""
-    generator = torch.Generator(device=images.device).manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
 
     def objective(x: Tensor) -> Tensor:
         return F.cross_entropy(logits(x), labels, reduction="sum")

@@ -127,6 +127,11 @@ class Chain:
         """The model's live parameters and saved buffers by state-dict name."""
         return _state(self.model)
 
+    @property
+    def device(self) -> torch.device:
+        """Where the model's tensors are."""
+        return next((tensor.device for tensor in self.tensors.values()), torch.device("cpu"))
+
     def load(self, values: Mapping[str, Tensor]) -> None:
         """Copy values into the model's tensors: all of them or, where one does not fit, none."""
         tensors = self.tensors

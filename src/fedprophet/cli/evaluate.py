@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from fedprophet.cli.progress import accuracy_table, percent
+from fedprophet.cli.progress import percent, say, show_accuracies
 from fedprophet.errors import ConfigError
 from fedprophet.runs.evaluation import Check, can_keep, check_samples, evaluate_run
 from fedprophet.runs.results import Watch, allowed_attacks, attack_label, parse_attacks
@@ -64,9 +64,8 @@ def evaluate_command(
         typer.echo(json.dumps(results, indent=2))
         return
     console = Console()
-    console.print(accuracy_table(results))
-    for check in evaluation.checks.values():
-        console.print(_checked(check), highlight=False, markup=False, soft_wrap=True)
+    show_accuracies(results, console)
+    say(console, map(_checked, evaluation.checks.values()))
 
 
 @contextmanager
@@ -102,7 +101,9 @@ def export_command(
     run: Annotated[Path, typer.Argument(help="The run's folder.")],
     out: Annotated[Path, typer.Option(help="The safetensors file to write.")],
 ) -> None:
-    """Write one plain model with averaged norm statistics, loadable into the bare architecture by name.
+    """Write one plain model, loadable into the bare architecture by name.
+
+    Its metadata say where its norm layers come from and how to normalise its input.
 
     Example: fedprophet export runs/digits-fedprophet-1 --out model.safetensors
     """
@@ -110,15 +111,15 @@ def export_command(
         raise ConfigError(f"{out} is a folder. Give the file to write, such as {out / 'model.safetensors'}")
     opened = _open(run)
     write_model(opened, out)
-    dataset = opened.session.dataset
-    Console().print(
-        f"{opened.session.config.model.name} after {opened.state.round} rounds written to {out}. Its norm layers are "
-        f"the mean over the clients that have trained, weighted by shard size. Feed it images in [0, 1] normalised "
-        f"with mean {_numbers(dataset.mean)} and std {_numbers(dataset.std)} (both are in the file's metadata).",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
+    session = opened.session
+    mean, std = session.normalize.numbers
+    lines = (
+        f"{session.config.model.name} after {opened.state.round} rounds written to {out}.",
+        f"Norm layers: {session.method.norm_layers}.",
+        f"Feed it images in [0, 1] normalised with mean {_numbers(mean)} and std {_numbers(std)}.",
+        "Both are in the file's metadata.",
     )
+    say(Console(), lines)
 
 
 def _open(path: Path) -> Run:

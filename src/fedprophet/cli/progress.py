@@ -1,7 +1,8 @@
 """How a run shows itself: a live display in a terminal, plain lines everywhere else."""
 
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,16 +75,35 @@ class _Clock:
         return duration((self.total - self.done) * sum(recent) / len(recent))
 
 
+def _widths(record: Record) -> str:
+    shown = sorted({f"{width:.2f}" for width in record["widths"].values()})
+    return "–".join(dict.fromkeys((*shown[:1], *shown[-1:])))
+
+
+def _architectures(record: Record) -> str:
+    return ", ".join(f"{count} {name}" for name, count in Counter(record["architectures"].values()).items())
+
+
+OF_METHODS: Mapping[str, tuple[str, Callable[[Record], str]]] = {
+    "widths": ("width", _widths),
+    "architectures": ("models", _architectures),
+    "attacked": ("under attack", lambda record: f"{len(record['attacked'])}/{len(record['times'])} clients"),
+}
+"""What only some methods note of a round, by its key in the journal: its name, and how it is shown."""
+
+
 def _facts(record: Record, session: Session) -> list[tuple[str, str]]:
     """Return what a person wants to know of a round, in the order it is shown."""
     modules = len(session.world.modules)
-    facts = [("round", str(record["round"]))]
     if "module" in record:
-        facts.append(("module", f"{record['module']}/{modules}"))
+        facts = [("round", str(record["round"])), ("module", f"{record['module']}/{modules}")]
         facts.append(("of stage", f"{record['stage_round']}/{session.config.rounds}"))
+    else:
+        facts = [("round", f"{record['round']}/{session.config.rounds}")]
     facts.append(("eps", f"{record['epsilon']:.3f}" if record["adversarial_training"] else "warm-up"))
     if record.get("alpha") is not None:
         facts.append(("alpha", f"{record['alpha']:.2f}"))
+    facts += [(name, tell(record)) for key, (name, tell) in OF_METHODS.items() if key in record]
     facts.append(("loss", "–" if record["loss"] is None else f"{record['loss']:.3f}"))
     if "samples" in record:
         # Without a held-out sample there is no accuracy, not one of zero.
@@ -95,6 +115,8 @@ def _facts(record: Record, session: Session) -> list[tuple[str, str]]:
 def _events(record: Record) -> list[str]:
     """Return what happened in a round beside the ordinary."""
     lines = [f"round {record['round']}: client {c} was dropped: {why}" for c, why in record["dropped"].items()]
+    diverged = [name for name, loss in record.get("distillation", {}).items() if loss is None]
+    lines += [f"round {record['round']}: the distillation of {name} diverged: not used" for name in diverged]
     if "fixed" in record:
         fixed = record["fixed"]
         lines.append(
@@ -109,7 +131,7 @@ def _headline(session: Session, path: Path, round: int) -> str:
     budget, whole, modules = format_size(session.budget), format_size(world.cost.total_memory), len(world.modules)
     cut = f"in {modules} modules of at most {budget} (whole model {whole})"
     what = f"{config.method} on {session.dataset.name}: {config.model.name} "
-    what += cut if modules > 1 else f"as a whole, {whole} (budget {budget})"
+    what += cut if modules > 1 else f"(whole model {whole}; every client can spare at least {budget})"
     what += f", {config.population.cohort} of {config.population.clients} clients a round"
     return what + (f"; going on after round {round}" if round else "") + f"\nrun: {path}"
 
@@ -233,54 +255,83 @@ class LiveDisplay:
 
 def closing_table(results: Mapping[str, Any], path: Path, console: Console) -> None:
     """Print what the run reached, for a person."""
+    if "stages" in results:
+        console.print(_module_table(results))
+    show_accuracies(results, console)
+    say(console, _remarks(results))
+    console.print(f"Files: {path}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _module_table(results: Mapping[str, Any]) -> Table:
     budget, whole = results["budget_bytes"], results["whole_model_bytes"]
     table = Table(title="Modules", title_justify="left")
     for heading in ("Module", "Layers"):
         table.add_column(heading)
-    stages = results.get("stages", [])
-    for heading in ("Memory", "of budget", "of whole model", *(("Clean", "PGD") if stages else ())):
+    for heading in ("Memory", "of budget", "of whole model", "Clean", "PGD"):
         table.add_column(heading, justify="right")
-    for number, row in enumerate(results["modules"]):
+    for row, stage in zip(results["modules"], results["stages"], strict=True):
         memory = row["memory_bytes"]
         shares = (f"{100 * memory / budget:.0f} %", f"{100 * memory / whole:.0f} %")
-        reached = (percent(stages[number]["clean"]), percent(stages[number]["adversarial"])) if stages else ()
+        reached = (percent(stage["clean"]), percent(stage["adversarial"]))
         table.add_row(str(row["index"]), ", ".join(row["layers"]), format_size(memory), *shares, *reached)
-    console.print(table)
-    console.print(accuracy_table(results))
-    console.print("\n".join((*_remarks(results), f"Files: {path}")), highlight=False, markup=False, soft_wrap=True)
+    return table
 
 
-def _remarks(results: Mapping[str, Any]) -> list[str]:
-    """Return what a reader should know beside the tables."""
-    whole, largest = results["whole_model_bytes"], max(row["memory_bytes"] for row in results["modules"])
-    need = f"A client needs {format_size(largest)} to train "
-    lines = [need + (f"a module; the whole model would take {format_size(whole)}." if largest < whole else "it.")]
+def _remarks(results: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what a reader should know beside the tables."""
+    yield _need(results)
     if "best" in results:
-        lines.append(f"{_reached('Best', results['best'])}; {_reached('last', results['last'])}.")
+        yield from (_reached(name, results[name]) for name in ("best", "last"))
     if "simulated" in results:
         time = results["simulated"]
-        lines.append(
+        yield (
             f"On the devices of the pool it would have taken {duration(time['total_s'])}: computation "
             f"{duration(time['computation_s'])}, storage access {duration(time['access_s'])} (simulated)."
         )
-    return [*lines, f"Rounds: {results['rounds']}, seed {results['seed']}."]
+    yield f"Rounds: {results['rounds']}, seed {results['seed']}."
+
+
+def _need(results: Mapping[str, Any]) -> str:
+    """Say how much memory the training took a client."""
+    whole, memory = results["whole_model_bytes"], results.get("memory")
+    if "stages" in results:
+        largest = max(row["memory_bytes"] for row in results["modules"])
+        need = f"A client needs {format_size(largest)} to train "
+        return need + (f"a module; the whole model would take {format_size(whole)}." if largest < whole else "it.")
+    if memory is None:
+        return f"Training the whole model takes {format_size(whole)}."
+    least, peak = memory["least_bytes"], memory["peak_bytes"]
+    if least == peak == whole:
+        return (
+            f"Every client trained the whole model, which takes {format_size(whole)}; where it could spare less, the "
+            "simulated time includes swapping."
+        )
+    return (
+        f"A client needed {format_size(least)} to take part in every round. The largest task took {format_size(peak)}; "
+        f"the whole model takes {format_size(whole)}."
+    )
 
 
 def _reached(name: str, round: Mapping[str, Any]) -> str:
     accuracies = f"clean {percent(round['clean'])}, PGD {percent(round['adversarial'])}"
-    return f"{name} round ({round['round']}): {accuracies}"
+    return f"{name.capitalize()} round ({round['round']}): {accuracies}."
 
 
 MEASURED_ON = {
-    "personalised": "each client's own held-out data and norm layers",
-    "global": "the exported model, averaged norm layers, on the test set",
+    "personalised": "on each client's own held-out data",
+    "global": "the exported model on the test set",
 }
 
 
+def show_accuracies(results: Mapping[str, Any], console: Console) -> None:
+    """Print the accuracies for people, and below them what they were measured with."""
+    console.print(accuracy_table(results))
+    say(console, _measured_with(results))
+
+
 def accuracy_table(results: Mapping[str, Any]) -> Table:
-    """Return the accuracies for people: a row for each attack, first for the clients, then for the test set."""
-    meaning = "\n".join(f"{part}: {text}" for part, text in MEASURED_ON.items())
-    table = Table(title="Accuracy of the trained model", title_justify="left", caption=meaning, caption_justify="left")
+    """Return a row for each attack, first for the clients, then for the test set."""
+    table = Table(title="Accuracy of the trained model", title_justify="left")
     for heading in ("Measured", "Attack"):
         table.add_column(heading)
     for heading in ("Accuracy", "95 % interval", "Samples"):
@@ -293,6 +344,14 @@ def accuracy_table(results: Mapping[str, Any]) -> Table:
     return table
 
 
+def _measured_with(results: Mapping[str, Any]) -> Iterator[str]:
+    public = results.get("public_samples", 0)
+    left_out = {"global": f" without the {public} samples of the public set" if public else ""}
+    for part, text in MEASURED_ON.items():
+        layers = results.get("norm_layers", {}).get(part)
+        yield f"{part}: {text}{left_out.get(part, '')}" + (f"; norm layers: {layers}" if layers else "")
+
+
 def _interval(cell: Mapping[str, Any]) -> str:
     if not cell["samples"] or "interval" not in cell:
         return "–"
@@ -300,4 +359,10 @@ def _interval(cell: Mapping[str, Any]) -> str:
     return f"{100 * low:.1f} – {100 * high:.1f} %"
 
 
-__all__ = ["LiveDisplay", "Observer", "PlainLines", "closing_table", "observer_for"]
+def say(console: Console, lines: Iterable[str]) -> None:
+    """Print sentences: wrapped between words in a terminal, each on one line where a program may read them."""
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=not console.is_terminal)
+
+
+__all__ = ["LiveDisplay", "Observer", "PlainLines", "closing_table", "observer_for", "say", "show_accuracies"]

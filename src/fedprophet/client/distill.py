@@ -15,17 +15,20 @@ def predict(task: ClientTask, segment: Segment, examples: LocalExamples) -> Tens
     """Return the class scores of every sample."""
     with torch.no_grad(), segment.mode(training=False):
         parts = torch.split(torch.arange(len(examples)), task.batch)
-        return torch.cat([segment.logits(examples.fetch(part)) for part in parts])
+        device = segment.chain.device
+        return torch.cat([segment.logits(examples.fetch(part).to(device)) for part in parts])
 
 
 def distill(task: ClientTask, segment: Segment, examples: LocalExamples) -> float:
     """Train the segment in place on the task's targets; return the mean loss of the iterations."""
+    device = segment.chain.device
 
     def loss_of(iteration: int, batch: Tensor) -> Tensor:
         torch.manual_seed(key(task.seed, "dropout", task.round, task.client, task.number, iteration))
         with segment.mode(training=len(batch) > 1):
-            logits = segment.logits(examples.fetch(batch))
-        return distillation_losses(logits, {name: value[batch] for name, value in task.targets.items()}).mean()
+            logits = segment.logits(examples.fetch(batch).to(device))
+        targets = {name: value[batch.to(value.device)].to(device) for name, value in task.targets.items()}
+        return distillation_losses(logits, targets).mean()
 
     return descend(task, segment, len(examples), loss_of)
 

@@ -18,12 +18,13 @@ def evaluate(task: ClientTask, segment: Segment, examples: LocalExamples) -> dic
 
     An attack of several components also says how many samples each newly broke, as in "broken:square".
     """
+    device = segment.chain.device
     counts = {"samples": 0.0, "clean": 0.0}
     if task.threat is not None:
         counts["adversarial"] = 0.0
     with segment.mode(training=False):
         for number, positions in _micro_batches(task, len(examples)):
-            x, labels = examples.fetch(positions), examples.labels[positions]
+            x, labels = examples.fetch(positions).to(device), examples.labels[positions].to(device)
             counts["samples"] += len(positions)
             with torch.no_grad():
                 counts["clean"] += float((segment.logits(x).argmax(dim=1) == labels).sum())
@@ -43,14 +44,14 @@ def _micro_batches(task: ClientTask, available: int) -> Iterator[tuple[int, Tens
     The numbers name the attacks' draws and count from the first sample, not from the task's part: however the samples
     are dealt to tasks, each meets the same attack. So a part begins where a batch begins.
     """
-    chosen = _drawn(task, available)
+    chosen = drawn_samples(task, available)
     first, last = task.part or (0, len(chosen))
     assert first % task.batch == 0
     for start in range(first, min(last, len(chosen)), task.batch):
         yield start // task.batch, chosen[start : min(start + task.batch, last)]
 
 
-def _drawn(task: ClientTask, available: int) -> Tensor:
+def drawn_samples(task: ClientTask, available: int) -> Tensor:
     """Return which samples are evaluated: all, or `task.samples` of them, the same for every attack and round."""
     if task.samples is None or task.samples >= available:
         return torch.arange(available)

@@ -46,7 +46,7 @@ def _report(task: ClientTask, client: Client, workspace: Workspace, own: Mapping
         task.kind,
         task.round,
         task.client,
-        weight=_weight(client),
+        weight=shard_weight(client),
         resources=client.resources(task.round),
         local=dict(own) if task.wants_local else {},
     )
@@ -55,7 +55,7 @@ def _report(task: ClientTask, client: Client, workspace: Workspace, own: Mapping
 def _train(task: ClientTask, client: Client, workspace: Workspace, own: Mapping[str, Tensor]) -> ClientUpdate:
     workspace.load(task, own)
     chain = workspace.chain
-    inputs, labels = _inputs(task, client, workspace, own), client.data.train.labels
+    inputs, labels = _inputs(task, client, workspace, own), client.data.train.labels.to(workspace.device)
     segment = _segment(task, workspace, inputs[:1])
     both = TwoSets(chain, own) if task.adversarial_statistics else None
     loss = train(task, segment, inputs, labels, both.observe if both else None)
@@ -73,7 +73,7 @@ def _train(task: ClientTask, client: Client, workspace: Workspace, own: Mapping[
         task.kind,
         task.round,
         task.client,
-        weight=_weight(client),
+        weight=shard_weight(client),
         metrics={"loss": loss, "samples": float(len(labels))},
         local=kept if task.wants_local else {},
         parameters=trained,
@@ -85,7 +85,7 @@ def _evaluate(task: ClientTask, client: Client, workspace: Workspace, own: Mappi
     metrics: dict[str, float] = {"samples": 0.0}
     if len(examples):
         workspace.load(task, own)
-        whole = _segment(task, workspace, examples.fetch(torch.arange(1)), first=0)
+        whole = _segment(task, workspace, examples.fetch(torch.arange(1)).to(workspace.device), first=0)
         if task.adversarial_statistics:
             # Clean images keep the clean statistics; only what an attack makes of them is judged with the others.
             clean = evaluate(replace(task, threat=None), whole, examples)
@@ -93,7 +93,7 @@ def _evaluate(task: ClientTask, client: Client, workspace: Workspace, own: Mappi
             metrics = {**evaluate(task, whole, examples), "clean": clean["clean"]}
         else:
             metrics = evaluate(task, whole, examples)
-    return ClientUpdate(task.kind, task.round, task.client, weight=_weight(client), metrics=metrics)
+    return ClientUpdate(task.kind, task.round, task.client, weight=shard_weight(client), metrics=metrics)
 
 
 def _measure(task: ClientTask, client: Client, workspace: Workspace, own: Mapping[str, Tensor]) -> ClientUpdate:
@@ -113,7 +113,7 @@ def _predict(task: ClientTask, client: Client, workspace: Workspace, own: Mappin
     """Run a model that the server holds on the public samples, which are what the server may train on."""
     workspace.load(task, own)
     logits = predict(task, Segment(workspace.chain, task.first, task.last, head=None), client.data.train)
-    return ClientUpdate(task.kind, task.round, task.client, weight=_weight(client), parameters={"logits": logits})
+    return ClientUpdate(task.kind, task.round, task.client, weight=shard_weight(client), parameters={"logits": logits})
 
 
 def _distill(task: ClientTask, client: Client, workspace: Workspace, own: Mapping[str, Tensor]) -> ClientUpdate:
@@ -124,7 +124,7 @@ def _distill(task: ClientTask, client: Client, workspace: Workspace, own: Mappin
         task.kind,
         task.round,
         task.client,
-        weight=_weight(client),
+        weight=shard_weight(client),
         metrics={"loss": loss},
         parameters=workspace.values((*chain.shared(), *chain.local())),
     )
@@ -133,7 +133,7 @@ def _distill(task: ClientTask, client: Client, workspace: Workspace, own: Mappin
 def _adopt(task: ClientTask, client: Client, workspace: Workspace, own: Mapping[str, Tensor]) -> ClientUpdate:
     """Take layers from the server as the client's own."""
     workspace.layers.put(task.architecture, task.client, task.round, {**own, **task.parameters}, task.timeline)
-    return ClientUpdate(task.kind, task.round, task.client, weight=_weight(client))
+    return ClientUpdate(task.kind, task.round, task.client, weight=shard_weight(client))
 
 
 Work = Callable[[ClientTask, Client, Workspace, Mapping[str, Tensor]], ClientUpdate]
@@ -152,14 +152,16 @@ def _inputs(task: ClientTask, client: Client, workspace: Workspace, own: Mapping
     """Return what atom `first` reads for each training sample: images, or the cached features of the frozen prefix."""
     examples = client.data.train
     everything = torch.arange(len(examples))
+    device = workspace.device
     if not task.frozen:
-        return examples.fetch(everything)
+        return examples.fetch(everything).to(device)
     prefix = Segment(workspace.chain, 0, task.first, head=None)
     version = digest({name: own[name] for name in workspace.chain.local(0, task.first) if name in own})
 
     def compute() -> Tensor:
         with torch.no_grad(), prefix.mode(training=False):
-            return torch.cat([prefix.features(examples.fetch(part)) for part in torch.split(everything, task.batch)])
+            parts = torch.split(everything, task.batch)
+            return torch.cat([prefix.features(examples.fetch(part).to(device)) for part in parts])
 
     digests = tuple(module.digest for module in task.frozen)
     return workspace.features.get((task.client, digests, version), compute)
@@ -172,13 +174,13 @@ def _segment(task: ClientTask, workspace: Workspace, probe: Tensor, first: int |
     if task.head is None:
         return body
     with torch.no_grad(), body.mode(training=False):
-        head = build_head(tuple(body.features(probe).shape[1:]), workspace.classes)
+        head = build_head(tuple(body.features(probe).shape[1:]), workspace.classes).to(workspace.device)
         for name, parameter in head.named_parameters():
             parameter.copy_(task.parameters[f"heads.{task.head}.{name}"])
     return Segment(workspace.chain, start, task.last, head)
 
 
-def _weight(client: Client) -> float:
+def shard_weight(client: Client) -> float:
     """Return q_k before normalisation: the size of the client's shard."""
     return float(len(client.data.train) + len(client.data.validation))
 

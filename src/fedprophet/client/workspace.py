@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from fedprophet.cascade.atoms import Chain
@@ -43,6 +44,15 @@ class Workspace:
 
     def __post_init__(self) -> None:
         self.initial = self.values(self.chain.local())
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is: data and parameters are brought there."""
+        return self.chain.device
+
+    def to(self, device: torch.device) -> None:
+        """Move the model. What tasks bring is copied there when it is loaded."""
+        self.chain.model.to(device)
 
     @cached_property
     def channels(self) -> Channels:

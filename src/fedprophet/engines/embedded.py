@@ -23,9 +23,11 @@ class EmbeddedEngine:
     def map(self, tasks: Iterable[ClientTask]) -> Iterator[ClientUpdate]:
         """Run the tasks in the order given."""
         for task in tasks:
-            yield run_client(task, self._client(task.client), self._workspaces[task.architecture])
+            yield run_client(task, self.client(task.client), self._workspaces[task.architecture])
 
-    def _client(self, number: int) -> Client:
+    def client(self, number: int) -> Client:
+        """Return a client of the population."""
+
         def resources(round: int) -> Resources:
             return self._population.resources(number, round, self._reserve)
 

@@ -141,7 +141,7 @@ def _device(entry: Mapping[str, object], number: int, where: str) -> Device:
     values = {}
     for field, parse in _FIELDS.items():
         if field not in entry:
-            raise ConfigError(f"{where}: {field} is missing")
+            raise ConfigError(f"{where}: {field} is missing. A device has {', '.join(_FIELDS)}")
         try:
             values[field] = parse(entry[field])
         except ConfigError as error:

@@ -39,6 +39,11 @@ class Population:
         device_probabilities(pool, exponent)  # a bad setting is found here, not in the middle of a round
         if not 0 <= validation < 1:
             raise ConfigError(f"the validation part of a shard must be at least 0 and below 1, not {validation}")
+        if not isinstance(public, int) or not 0 <= public <= max(len(dataset.test) - 1, 0):
+            raise ConfigError(
+                f"the public set must be a whole number of samples, at least 0 and below the {len(dataset.test)} of "
+                f"the test set that it is taken from, not {public}"
+            )
         self.dataset = dataset
         self.pool = pool
         self.seed = seed

@@ -26,6 +26,8 @@ from fedprophet.threat import ThreatModel, input_threat
 
 NORM_LAYERS = "mean over the clients that have trained, weighted by shard size"
 """Where the norm layers of an exported model come from, unless a method has better ones."""
+CLIENT_NORM_LAYERS = "each client's own"
+"""Which norm layers a client is evaluated with, unless a method says otherwise."""
 
 
 class Roster(Protocol):
@@ -204,11 +206,12 @@ class Method(Protocol[S]):
     """One algorithm. It is made for a world, starts with `initial`, and each `round` leads from a state to the next.
 
     `exported` is the one model that everybody can load: all its tensors, given the clients' own layers in the mean.
-    `norm_layers` says where its norm layers come from.
+    `norm_layers` says where its norm layers come from, `client_norm_layers` which ones a client is evaluated with.
     """
 
     state: type[S]
     norm_layers: str
+    client_norm_layers: str
 
     def __init__(self, world: World) -> None: ...
 

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from fedprophet.cascade.cost import ChainCost
 from fedprophet.client.task import ClientTask, ClientUpdate, Resources, Timeline
-from fedprophet.methods.base import NORM_LAYERS, World, fold, spare
+from fedprophet.methods.base import CLIENT_NORM_LAYERS, NORM_LAYERS, World, fold, spare
 from fedprophet.server.accuracy import personalised
 from fedprophet.server.aggregate import Parameters
 from fedprophet.server.convergence import Best, better, score
@@ -44,6 +44,7 @@ class Baseline(Generic[S]):
 
     state: type[S]
     norm_layers = NORM_LAYERS
+    client_norm_layers = CLIENT_NORM_LAYERS
 
     def __init__(self, world: World) -> None:
         self.world = world

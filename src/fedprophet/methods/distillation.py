@@ -33,6 +33,7 @@ class Distillation(Baseline[DistillationState]):
 
     state = DistillationState
     norm_layers = "those that the server's model was distilled with"
+    client_norm_layers = norm_layers
 
     def __init__(self, world: World) -> None:
         super().__init__(world)

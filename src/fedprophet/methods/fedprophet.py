@@ -7,7 +7,7 @@ from typing import Any
 
 from fedprophet.client.task import ClientTask, ClientUpdate, FrozenModule, TaskKind, Timeline
 from fedprophet.errors import TrainingError
-from fedprophet.methods.base import NORM_LAYERS, World, fold, named, spare
+from fedprophet.methods.base import CLIENT_NORM_LAYERS, NORM_LAYERS, World, fold, named, spare
 from fedprophet.server.accuracy import Accuracy, personalised
 from fedprophet.server.aggregate import Parameters, mean_metric
 from fedprophet.server.assignment import assign
@@ -59,6 +59,7 @@ class FedProphet:
 
     state = CascadeState
     norm_layers = NORM_LAYERS
+    client_norm_layers = CLIENT_NORM_LAYERS
 
     def __init__(self, world: World) -> None:
         self.world = world

@@ -20,7 +20,7 @@ from torch import Tensor
 from fedprophet.client.statistics import ADVERSARIAL, statistics_names
 from fedprophet.client.task import SERVER, ClientTask, ClientUpdate, Resources
 from fedprophet.errors import ModelError
-from fedprophet.methods.base import World, named, usable
+from fedprophet.methods.base import CLIENT_NORM_LAYERS, NORM_LAYERS, World, named, usable
 from fedprophet.methods.baseline import Baseline, BaselineState, Joining
 from fedprophet.server.aggregate import Parameters, partial_average
 from fedprophet.server.coordinator import Record
@@ -46,8 +46,9 @@ class FedRBN(Baseline[BaselineState]):
     """Joint training where only clients with enough memory attack, and norm statistics carry robustness over."""
 
     state = BaselineState
-    norm_layers = (
-        "mean over the clients that have trained, weighted by shard size; statistics are those for attacked images"
+    norm_layers = f"{NORM_LAYERS} (statistics: the adversarial ones)"
+    client_norm_layers = (
+        f"{CLIENT_NORM_LAYERS} (statistics: the clean ones for clean images, the adversarial ones for attacked images)"
     )
 
     def __init__(self, world: World) -> None:

@@ -8,8 +8,8 @@ from fedprophet.report.runs import KINDS
 from fedprophet.runs.files import how_to_resume
 
 READING = (
-    "Personalised: each client's own held-out data and norm layers, as in the paper. "
-    "Global: the one exported model, with averaged norm layers, on the test set.",
+    "Personalised: on each client's own held-out data, as in the paper. "
+    "Global: the one exported model on the test set.",
     "Memory is that of the cost model, not measured; MB is 10^6 bytes. Least: what a device must have to take part in "
     "every round (the smallest task of each round, the largest of these over the rounds). Peak: the largest task.",
     "Time is simulated on the devices of the fleet: a round lasts as long as its slowest client. Network time (the "
@@ -38,6 +38,18 @@ def _sources(setting: Setting) -> Iterator[str]:
     versions = sorted({run.version for run in setting.runs if run.version})
     if versions:
         yield f"Made with fedprophet {', '.join(versions)}."
+
+
+def _norm_layers(setting: Setting) -> Iterator[str]:
+    """Say what the accuracies were measured with, where a run says it."""
+    finished = [(row.label, row.runs[0]) for row in setting.rows if row.finished]
+    for kind in KINDS:
+        if any(kind in run.norm_layers for _, run in finished):
+            used = ((run.norm_layers.get(kind, "not recorded"), label) for label, run in finished)
+            yield f"Norm layers, {kind}: {_each(used)}."
+    if any(run.public_samples for _, run in finished):
+        left_out = ((str(run.public_samples), label) for label, run in finished)
+        yield f"Test samples that became the public set and are left out of global: {_each(left_out)}."
 
 
 def _samples(setting: Setting) -> Iterator[str]:
@@ -131,6 +143,7 @@ def _each(pairs: Iterable[tuple[str, str]]) -> str:
 
 _KINDS_OF_NOTES: Sequence[Callable[[Setting], Iterable[str]]] = (
     _sources,
+    _norm_layers,
     _samples,
     _rows_differ,
     _unfinished,

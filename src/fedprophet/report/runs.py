@@ -12,7 +12,7 @@ from fedprophet.errors import CheckpointError
 from fedprophet.runs.config import Config, load_config
 from fedprophet.runs.files import how_to_resume
 from fedprophet.runs.journal import Journal
-from fedprophet.runs.results import simulated_seconds
+from fedprophet.runs.results import simulated_seconds, training_memory
 from fedprophet.runs.run import RunFiles
 from fedprophet.server.coordinator import Record
 
@@ -61,11 +61,7 @@ class Time:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that training takes in the cost model.
-
-    `least` is what a device must have to take part in every round: in each round the client that was given the
-    smallest task counts, and over the rounds the largest of them. `peak` is the largest task of all.
-    """
+    """Bytes that training takes in the cost model: the least that a device must have, and the largest task of all."""
 
     least: int
     peak: int
@@ -85,6 +81,8 @@ class RunSummary:
     last: Reached | None = None
     time: Time | None = None
     memory: Memory | None = None
+    norm_layers: Mapping[str, str] = field(default_factory=dict)
+    public_samples: int = 0
     dataset: str | None = None
     notes: tuple[str, ...] = ()
 
@@ -119,6 +117,8 @@ class _Results(_Measurements):
     version: str
     best: Reached | None = None
     last: Reached | None = None
+    norm_layers: dict[str, str] = field(default_factory=dict)
+    public_samples: Count = 0
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,9 @@ def read_run(path: Path) -> RunSummary:
         best=results.best if results else None,
         last=results.last if results else _last_evaluated(records, files.journal),
         time=None if costs is None else _time(records, costs),
-        memory=None if costs is None else _memory(costs),
+        memory=None if costs is None else _memory(records),
+        norm_layers=results.norm_layers if results else {},
+        public_samples=results.public_samples if results else 0,
         dataset=_dataset(files.inputs),
         notes=tuple(notes),
     )
@@ -246,9 +248,6 @@ def _time(records: Sequence[Record], costs: Sequence[Sequence[_ClientCost]]) -> 
     return Time(seconds["computation_s"], seconds["access_s"], links)
 
 
-def _memory(costs: Sequence[Sequence[_ClientCost]]) -> Memory | None:
-    rounds = [[cost.memory_bytes for cost in clients] for clients in costs if clients]
-    known = [[size for size in sizes if size is not None] for sizes in rounds]
-    if not rounds or known != rounds:
-        return None
-    return Memory(max(map(min, known)), max(map(max, known)))
+def _memory(records: Sequence[Record]) -> Memory | None:
+    found = training_memory(records)
+    return Memory(int(found["least_bytes"]), int(found["peak_bytes"])) if found else None

@@ -336,6 +336,8 @@ def _run_document(run: RunSummary) -> dict[str, Any]:
         "version": run.version,
         "rounds": run.rounds,
         "weights": run.config.model.weights,
+        "norm_layers": dict(run.norm_layers),
+        "public_samples": run.public_samples,
         **{str(kind): {name: asdict(cell) for name, cell in run.accuracies[kind].items()} for kind in KINDS},
         "best": _as_dict(run.best),
         "last": _as_dict(run.last),

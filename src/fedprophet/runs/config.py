@@ -335,6 +335,14 @@ class Config(Section):
     threads: int = Field(
         default=0, ge=0, le=1024, description="CPU threads; 0 takes torch's own number, which the run then records."
     )
+    engine: Literal["auto", "plain", "cuda"] = Field(
+        default="auto",
+        description='What carries the clients\' work out: "plain", one client after the other; "cuda", groups of '
+        'clients on a GPU; "auto": the GPU where there is one.',
+    )
+    precision: Literal["bfloat16", "float32"] = Field(
+        default="bfloat16", description='"cuda": numbers of activations and products; parameters are always float32.'
+    )
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
     shards: ShardsSection = ShardsSection()

@@ -30,6 +30,7 @@ from fedprophet.runs.results import (
     Watched,
     attack_label,
     cells,
+    conditions,
     exported_model,
     is_stepwise,
     parse_attacks,
@@ -77,13 +78,15 @@ class Check:
 class Evaluation:
     """What was measured, and what to think of it: warnings by the attack they are about."""
 
+    conditions: Mapping[str, Any]
     accuracies: Mapping[str, Mapping[str, Any]]
     warnings: Mapping[str, Sequence[str]]
     checks: Mapping[str, Check]
 
     def to_json(self) -> dict[str, Any]:
         """Return what is printed."""
-        return {**self.accuracies, "warnings": [text for texts in self.warnings.values() for text in texts]}
+        warnings = [text for texts in self.warnings.values() for text in texts]
+        return {**self.conditions, **self.accuracies, "warnings": warnings}
 
 
 def evaluate_run(
@@ -118,7 +121,8 @@ def evaluate_run(
 def _evaluate(evaluator: Evaluator, attacks: Sequence[str], masking_check: bool) -> Evaluation:
     measured = evaluator.measure(attacks)
     checks = {name: _check(evaluator, name) for name in attacks if masking_check and _checkable(evaluator, name)}
-    return Evaluation(cells(measured), _warnings(evaluator, measured, checks), checks)
+    warnings = _warnings(evaluator, measured, checks)
+    return Evaluation(conditions(evaluator.session), cells(measured), warnings, checks)
 
 
 def _asking(watch: Watch) -> Callable[[TaskKind, int, int], None]:
@@ -319,6 +323,7 @@ def _write(run: Run, state: str, evaluation: Evaluation, samples: int | None) ->
             "seed": run.session.config.seed,
             "radius": run.session.config.attack.radius,
             "state": state,
+            **evaluation.conditions,
             **{part: {**earlier[part], **new} for part, new in evaluation.accuracies.items()},
             "warnings": [text for about in settings.values() for text in about["warnings"]],
             "settings": settings,

@@ -114,9 +114,9 @@ def cells(measured: Mapping[str, Measured]) -> dict[str, dict[str, Any]]:
 class Evaluator:
     """Measures one state of a run.
 
-    Personalised: each client that `evaluate.clients` asks, on its own held-out part, with its own norm layers. Global:
-    `whole`, the one exported model, with averaged norm layers, on the test set, or as many samples of it as
-    `evaluate.test_samples` says. `samples` limits both: N of the test set, and ⌈N / K⌉ for each of K clients.
+    Personalised: each client that `evaluate.clients` asks, on its own held-out part. Global: `whole`, the one exported
+    model, on the test set, or as many samples of it as `evaluate.test_samples` says. `conditions` says with which norm
+    layers. `samples` limits both: N of the test set, and ⌈N / K⌉ for each of K clients.
     """
 
     session: Session
@@ -212,6 +212,14 @@ def exported_model(session: Session, state: Any, engine: Engine) -> Mapping[str,
     return session.method.exported(state, average_local(session, state, engine))
 
 
+def conditions(session: Session) -> dict[str, Any]:
+    """Return what the accuracies are measured with, for people and files: norm layers, and what left the test set."""
+    return {
+        "norm_layers": {"personalised": session.method.client_norm_layers, "global": session.method.norm_layers},
+        "public_samples": len(session.population.client_data(SERVER).train),
+    }
+
+
 def simulated_seconds(records: Iterable[Record]) -> dict[str, float]:
     """Return the training time that the device pool would have taken: a round lasts as long as its slowest client."""
     slowest = [
@@ -221,6 +229,21 @@ def simulated_seconds(records: Iterable[Record]) -> dict[str, float]:
     ]
     parts = {name: sum(time[name] for time in slowest) for name in ("computation_s", "access_s")}
     return {**parts, "total_s": sum(parts.values())}
+
+
+def training_memory(records: Iterable[Record]) -> dict[str, int] | None:
+    """Return the bytes that clients' training takes in the cost model; None where the journal does not say.
+
+    `least_bytes` is what a device must have to take part in every round: in each round the client that was given the
+    smallest task counts, and over the rounds the largest of them. `peak_bytes` is the largest task of all.
+    """
+    rounds = [
+        [time.get("memory_bytes") for time in record["times"].values()] for record in records if record.get("times")
+    ]
+    known = [[size for size in sizes if size is not None] for sizes in rounds]
+    if not rounds or known != rounds:
+        return None
+    return {"least_bytes": max(map(min, known)), "peak_bytes": max(map(max, known))}
 
 
 class Watched:

@@ -23,7 +23,14 @@ from fedprophet.runs.checkpoint import Checkpoints
 from fedprophet.runs.config import Config, load_config, to_toml
 from fedprophet.runs.files import how_to_resume, tensors_to_bytes, write_atomic
 from fedprophet.runs.journal import Journal
-from fedprophet.runs.results import Watched, evaluate, exported_model, simulated_seconds
+from fedprophet.runs.results import (
+    Watched,
+    conditions,
+    evaluate,
+    exported_model,
+    simulated_seconds,
+    training_memory,
+)
 from fedprophet.runs.session import CUSTOM, Session, assemble
 from fedprophet.server.coordinator import Engine, Record, hold
 from fedprophet.version import __version__
@@ -295,6 +302,7 @@ def _finish(run: Run, observer: Observer) -> None:
 def _summary(run: Run, engine: Engine) -> dict[str, Any]:
     session, state = run.session, run.state
     attacks = ("clean", f"pgd{session.config.evaluate.steps}")
+    records = Journal(run.files.journal).read()
     return {
         "version": __version__,
         "method": session.config.method,
@@ -303,8 +311,10 @@ def _summary(run: Run, engine: Engine) -> dict[str, Any]:
         "budget_bytes": session.budget,
         "whole_model_bytes": session.world.cost.total_memory,
         "modules": _module_rows(session),
-        "simulated": simulated_seconds(Journal(run.files.journal).read()),
+        "memory": training_memory(records),
+        "simulated": simulated_seconds(records),
         **session.method.results(state),
+        **conditions(session),
         **evaluate(session, state, attacks, engine),
     }
 
@@ -323,7 +333,7 @@ def _module_rows(session: Session) -> list[dict[str, Any]]:
 
 
 def write_model(run: Run, path: Path) -> None:
-    """Write the one model that everybody can load: state-dict names, averaged norm layers, how to feed it."""
+    """Write the one model that everybody can load: state-dict names, one set of norm layers, how to feed it."""
     session, dataset = run.session, run.session.dataset
     mean, std = session.normalize.numbers
     metadata = {

@@ -20,7 +20,7 @@ from fedprophet.client.task import BACKBONE
 from fedprophet.client.workspace import Workspace
 from fedprophet.data.dataset import Dataset
 from fedprophet.data.shards import ShardSettings
-from fedprophet.engines.embedded import EmbeddedEngine
+from fedprophet.engines import Parts, make_engine
 from fedprophet.errors import ConfigError, FedProphetError, ModelError
 from fedprophet.fleet.availability import Availability
 from fedprophet.fleet.device import load_pool
@@ -32,6 +32,7 @@ from fedprophet.models.weights import load_weights
 from fedprophet.randomness import global_rng
 from fedprophet.runs.client_store import ClientStore
 from fedprophet.runs.config import Config
+from fedprophet.server.coordinator import Engine
 from fedprophet.sizes import parse_budget
 
 CUSTOM = "custom"
@@ -51,7 +52,7 @@ class Session:
     population: Population
     world: World
     method: Method[Any]
-    engine: EmbeddedEngine
+    engine: Engine
     layers: ClientStore
     features: FeatureCache
     initial_local: Mapping[str, Tensor]
@@ -86,7 +87,7 @@ def assemble(
         name: Workspace(member, dataset.shape, dataset.classes, frozen, layers, features)
         for name, member in {BACKBONE: chain, **{name: member.chain for name, member in family.items()}}.items()
     }
-    engine = EmbeddedEngine(population, workspaces, budget)
+    engine = make_engine(Parts(population, workspaces, budget, config))
     return Session(
         config=config,
         dataset=dataset,
@@ -146,6 +147,11 @@ class _Start(NamedTuple):
 def _start(config: Config, dataset: Dataset, given: nn.Module | Chain | None) -> _Start:
     # Clients' parameters are loaded into the chain, so a model of the user's is copied: theirs stays as it is.
     normalize = Normalize(dataset.mean, dataset.std)
+    if given is not None and config.model.weights:
+        raise ConfigError(
+            f"model.weights: given {config.model.weights!r}, but a model that is handed over starts from the weights it "
+            'has. Load them into it before, and leave model.weights empty ("")'
+        )
     if isinstance(given, Chain):
         return _Start(deepcopy(given), normalize)
     if given is not None:
@@ -181,8 +187,7 @@ def _family(
     twice = sorted({member for member in names if names.count(member) > 1})
     if twice:
         raise ConfigError(f"distillation.family: it names {', '.join(map(repr, twice))} twice. Name each model once")
-    # A model that was handed over has weights of its own, and so have those beside it.
-    weights = "" if name == CUSTOM else config.model.weights
+    weights = config.model.weights
     family, notes = {}, []
     for member in names[:-1]:
         with _about("distillation.family"):
