@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -44,6 +45,11 @@ def cuda_backend(compute: torch.dtype) -> Backend:
     return Backend(torch.device("cuda", torch.cuda.current_device()), TritonKernels(), compute, captured)
 
 
+@cache
+def _pool() -> Any:
+    return torch.cuda.graph_pool_handle()
+
+
 @dataclass(frozen=True)
 class _Graph:
     """A captured graph. It reads what the work holds on to, so both live as long."""
@@ -64,6 +70,7 @@ def captured(work: Callable[[], None]) -> Callable[[], None]:
             work()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # All graphs use one pool of memory: they run one after the other, and nothing that is made inside lasts.
+    with torch.cuda.graph(graph, pool=_pool()):
         work()
     return _Graph(work, graph)

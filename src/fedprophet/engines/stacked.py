@@ -33,9 +33,11 @@ from fedprophet.threat import ThreatModel
 
 log = logging.getLogger("fedprophet")
 P = TypeVar("P")
-PLANS = 24
-"""Plans that are kept: each holds the memory of a group."""
+PLANS = 64
+"""Plans that are kept: each holds the parameters and inputs of a group."""
 PROGRAMS = 256
+FEW = 4
+"""Groups up to this size are planned as they are."""
 
 
 @dataclass(frozen=True)
@@ -155,16 +157,16 @@ class StackedEngine:
         task = jobs[0].task
         assert task.training is not None
         program, samples = self._program(*self._span(task)), len(jobs[0].client.data.train)
-        constant = replace(task.training, learning_rate=0.0)
-        threat = _constant(task.threat)
+        constant, threat = replace(task.training, learning_rate=0.0), _constant(task.threat)
+        group = _filled(jobs)
         plan = self._plan(
-            ("train", program, len(jobs), samples, constant, threat),
-            lambda: TrainingPlan(program, self._backend, len(jobs), samples, constant, threat),
+            ("train", program, len(group), samples, constant, threat),
+            lambda: TrainingPlan(program, self._backend, len(group), samples, constant, threat),
         )
-        inputs = self._training_inputs(jobs)
-        data = [(x, self._labels_of(job, "train", job.client.data.train)) for job, x in zip(jobs, inputs, strict=True)]
-        plan.load(self._parameters(jobs), data, task.training, task.threat)
-        plan.run(self._schedule(jobs, samples), _seed(jobs))
+        inputs = self._training_inputs(group)
+        data = [(x, self._labels_of(job, "train", job.client.data.train)) for job, x in zip(group, inputs, strict=True)]
+        plan.load(self._parameters(group), data, task.training, task.threat)
+        plan.run(self._schedule(group, samples), _seed(jobs))
         yield from self._updates(jobs, plan, task.training)
 
     def _schedule(self, jobs: Sequence[_Job], samples: int) -> Iterator[Tensor]:
@@ -178,16 +180,18 @@ class StackedEngine:
 
     def _updates(self, jobs: Sequence[_Job], plan: TrainingPlan, hyper: LocalTraining) -> Iterator[ClientUpdate]:
         tensors, losses, sound = plan.results()
-        for job, trained, loss, finite in zip(jobs, tensors, losses, sound, strict=True):
+        task = jobs[0].task
+        chain = self._workspaces[task.architecture].chain
+        own_names = [name for name in chain.local(task.first, task.last) if name in tensors]
+        layers = {name: tensors[name].cpu() for name in own_names}
+        sent = [name for name in tensors if name not in layers]
+        for number, (job, loss, finite) in enumerate(zip(jobs, losses, sound, strict=False)):
             task, workspace = job.task, self._workspaces[job.task.architecture]
-            chain = workspace.chain
-            local = {n: trained[n].cpu() for n in chain.local(task.first, task.last) if n in trained}
+            local = {name: values[number] for name, values in layers.items()}
             kept = {**job.own, **local, **self._counters(chain, task, job.own, workspace, hyper.iterations)}
             loss = loss if finite else math.nan
             if math.isfinite(loss):
                 workspace.layers.put(task.architecture, task.client, task.round, kept, task.timeline)
-            shared = {n: trained[n] for n in chain.shared(task.first, task.last)}
-            heads = {n: value for n, value in trained.items() if n.startswith("heads.")}
             yield ClientUpdate(
                 task.kind,
                 task.round,
@@ -195,7 +199,7 @@ class StackedEngine:
                 weight=shard_weight(job.client),
                 metrics={"loss": loss, "samples": float(len(job.client.data.train))},
                 local=kept if task.wants_local else {},
-                parameters={**shared, **heads},
+                parameters={name: tensors[name][number] for name in sent},
                 number=task.number,
             )
 
@@ -353,6 +357,11 @@ def _sizes(task: ClientTask, samples: int) -> set[int]:
 def _answer(job: _Job, weight: float, metrics: Mapping[str, float]) -> ClientUpdate:
     task = job.task
     return ClientUpdate(task.kind, task.round, task.client, weight=weight, metrics=metrics, number=task.number)
+
+
+def _filled(jobs: Sequence[_Job]) -> list[_Job]:
+    """Return a group of an even size, so that fewer plans are needed; whoever fills it up is trained for nothing."""
+    return [*jobs, jobs[-1]] if len(jobs) > FEW and len(jobs) % 2 else list(jobs)
 
 
 def _constant(threat: ThreatModel | None) -> ThreatModel | None:

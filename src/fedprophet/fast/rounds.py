@@ -155,13 +155,13 @@ class TrainingPlan:
 
         return iteration
 
-    def results(self) -> tuple[list[dict[str, Tensor]], list[float], list[bool]]:
-        """Return every client's tensors, its mean loss, and whether all its tensors are finite."""
+    def results(self) -> tuple[dict[str, Tensor], list[float], list[bool]]:
+        """Return the clients' tensors (clients first), their mean losses, and whose tensors are all finite."""
         assert self.training is not None
         stacks = self.training.stacks
         losses = (self.training.losses / self.hyper.iterations).tolist()
         finite = torch.stack([torch.isfinite(stack).flatten(1).all(dim=1) for stack in stacks.values()]).all(dim=0)
-        return [self.layout.client(stacks, number) for number in range(self.clients)], losses, finite.tolist()
+        return self.layout.clients(stacks), losses, finite.tolist()
 
 
 @dataclass

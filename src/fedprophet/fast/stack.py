@@ -43,12 +43,9 @@ class Layout:
         together = torch.stack(list(values)).to(device, torch.float32)
         return torch.stack([self._into(name, value) for value in together])
 
-    def client(self, stacks: Tensors, number: int) -> dict[str, Tensor]:
-        """Return one client's parameters under their own shapes, in memory of their own."""
-        return {
-            name: self._out_of(name, stacks[name][number]).clone(memory_format=torch.contiguous_format)
-            for name in self.names()
-        }
+    def clients(self, stacks: Tensors) -> dict[str, Tensor]:
+        """Return the parameters of all clients under their own shapes, clients first, in memory of their own."""
+        return {name: self._out_of(name, stacks[name]).clone(memory_format=torch.contiguous_format) for name in stacks}
 
     def names(self) -> list[str]:
         """Return the state-dict names of the program's tensors."""
@@ -84,15 +81,15 @@ class Layout:
             return F.pad(value, (0, self.padded(len(value)) - len(value)))
         return value
 
-    def _out_of(self, name: str, value: Tensor) -> Tensor:
+    def _out_of(self, name: str, stack: Tensor) -> Tensor:
         blocks = self._blocks()
         if name in blocks:
             block = blocks[name]
-            if value.ndim == 1:
-                return value[: block.outputs]
-            kept = value[:, : block.inputs, : block.outputs]
-            return kept.reshape(3, 3, block.inputs, block.outputs).permute(3, 2, 0, 1)
-        return self._dense_out_of(name, value) if value.ndim == 2 else value
+            if stack.ndim == 2:
+                return stack[:, : block.outputs]
+            kept = stack[:, :, : block.inputs, : block.outputs]
+            return kept.reshape(-1, 3, 3, block.inputs, block.outputs).permute(0, 4, 3, 1, 2)
+        return self._dense_out_of(name, stack) if stack.ndim == 3 else stack
 
     def _dense_into(self, name: str, value: Tensor) -> Tensor:
         """Return in × out; the first layer reads positions before channels, and padded channels."""
@@ -103,13 +100,14 @@ class Layout:
             value = F.pad(value, (0, self.padded(channels) - channels)).reshape(outputs, -1)
         return value.t().contiguous()
 
-    def _dense_out_of(self, name: str, value: Tensor) -> Tensor:
-        value = value.t()
-        outputs = value.shape[0]
-        if self._dense()[name] is self.program.dense[0]:
-            channels, side = self.program.feature[0], self._side
-            value = value.reshape(outputs, side, side, -1)[..., :channels].permute(0, 3, 1, 2).reshape(outputs, -1)
-        return value
+    def _dense_out_of(self, name: str, stack: Tensor) -> Tensor:
+        stack = stack.transpose(1, 2)
+        if self._dense()[name] is not self.program.dense[0]:
+            return stack
+        clients, outputs, _ = stack.shape
+        channels, side = self.program.feature[0], self._side
+        positions = stack.reshape(clients, outputs, side, side, -1)[..., :channels]
+        return positions.permute(0, 1, 4, 2, 3).reshape(clients, outputs, -1)
 
 
 @dataclass(frozen=True)
@@ -229,22 +227,21 @@ class Folded(Network):
 
     def fold(self, stacks: Tensors) -> None:
         """Take over the parameters; storage that is there already is written again, as a captured graph needs."""
-        forward, backward, shifts = [], [], []
+        forward, shifts = [], []
         for block in self.program.blocks:
             scale = stacks[f"{block.norm}.weight"] * torch.rsqrt(stacks[f"{block.norm}.running_var"] + block.epsilon)
-            weight = stacks[f"{block.convolution}.weight"] * scale[:, None, None, :]
+            weight = (stacks[f"{block.convolution}.weight"] * scale[:, None, None, :]).to(self.compute)
             offset = -stacks[f"{block.norm}.running_mean"]
             offset = offset + stacks[f"{block.convolution}.bias"] if block.bias else offset
-            forward.append(weight.to(self.compute))
-            backward.append(turned(weight).to(self.compute))
+            forward.append(weight)
             shifts.append(stacks[f"{block.norm}.bias"] + scale * offset)
-        dense = [stacks[f"{layer.name}.weight"].to(self.compute) for layer in self.program.dense]
-        biases = [stacks[f"{d.name}.bias"].to(self.compute) if d.bias else None for d in self.program.dense]
-        self.forward_weights = _refill(self.forward_weights, forward)
-        self.backward_weights = _refill(self.backward_weights, backward)
-        self.shifts = _refill(self.shifts, shifts)
-        self.dense_weights = _refill(self.dense_weights, dense)
-        self.dense_biases = _refill(self.dense_biases, biases)
+        dense = [stacks[f"{layer.name}.weight"] for layer in self.program.dense]
+        biases = [stacks[f"{d.name}.bias"] if d.bias else None for d in self.program.dense]
+        self.forward_weights = _refill(self.forward_weights, forward, self.compute)
+        self.backward_weights = _refill(self.backward_weights, [turned(weight) for weight in forward], self.compute)
+        self.shifts = _refill(self.shifts, shifts, torch.float32)
+        self.dense_weights = _refill(self.dense_weights, dense, self.compute)
+        self.dense_biases = _refill(self.dense_biases, biases, self.compute)
 
     def features(self, x: Tensor) -> Tensor:
         """Return the feature before the exit."""
@@ -304,14 +301,15 @@ class Folded(Network):
 
 def turned(weight: Tensor) -> Tensor:
     """Return the convolution that takes gradients back: taps in reverse order, inputs and outputs exchanged."""
-    return weight.flip(1).transpose(2, 3).contiguous()
+    return weight.flip(1).transpose(2, 3)
 
 
-def _refill(old: list[Any], new: list[Any]) -> list[Any]:
+def _refill(old: list[Any], new: list[Any], dtype: torch.dtype) -> list[Any]:
     """Write new values into the tensors that are there; None stays None."""
     if not old:
         # Stacks of what all clients share are views, and masters must not be written through.
-        return [value if value is None else value.clone(memory_format=torch.contiguous_format) for value in new]
+        fresh = torch.contiguous_format
+        return [value if value is None else value.to(dtype, copy=True, memory_format=fresh) for value in new]
     for there, value in zip(old, new, strict=True):
         if there is not None:
             there.copy_(value)

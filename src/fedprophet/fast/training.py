@@ -119,14 +119,20 @@ class Training(Network):
         if block.bias:
             # What a batch norm subtracts again has no gradient.
             gradients[f"{block.convolution}.bias"] = torch.zeros_like(total)
-        return dx if first else self.kernels.convolve(dx, turned(self._weight(block.convolution)))
+        return dx if first else self.kernels.convolve(dx, turned(self._weight(block.convolution)).contiguous())
 
     def _descend(self, gradients: dict[str, Tensor]) -> None:
         """Take the step: v ← momentum · v + g + decay · w, w ← w − rate · v."""
         names = self.layout.parameters()
-        weights = [self.stacks[name] for name in names]
-        velocity = [self.velocity[name] for name in names]
-        found = torch._foreach_add([gradients[name] for name in names], weights, alpha=self.hyper.weight_decay)
-        torch._foreach_mul_(velocity, self.hyper.momentum)
-        torch._foreach_add_(velocity, found)
-        torch._foreach_sub_(weights, torch._foreach_mul(velocity, self.learning_rate))
+        torch._fused_sgd_(
+            [self.stacks[name] for name in names],
+            [gradients[name].contiguous() for name in names],  # it reads memory, not strides
+            [self.velocity[name] for name in names],
+            weight_decay=self.hyper.weight_decay,
+            momentum=self.hyper.momentum,
+            lr=self.learning_rate,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            is_first_step=False,
+        )
