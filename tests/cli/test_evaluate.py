@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from fedprophet import data, models
 from fedprophet.runs import evaluation
@@ -33,8 +33,9 @@ def run(finished, tmp_path):
 def test_json_has_the_documented_keys_and_no_others(cli, run):
     said = cli("evaluate", run, "--json")
     results = said.json
-    assert list(results) == ["personalised", "global", "warnings"]
+    assert list(results) == ["norm_layers", "public_samples", "personalised", "global", "warnings"]
     assert results["warnings"] == []
+    assert list(results["norm_layers"]) == ["personalised", "global"]
     for part in ("personalised", "global"):
         assert list(results[part]) == ["clean", "pgd20"]
         for cell in results[part].values():
@@ -54,7 +55,8 @@ def test_json_has_the_documented_keys_and_no_others(cli, run):
 def test_the_same_attack_gives_the_numbers_of_the_run(cli, run):
     results = json.loads((run / "results.json").read_text())
     again = cli("evaluate", run, "--attack", "clean,pgd2", "--no-masking-check", "--json").json
-    assert again == {**{key: results[key] for key in ("personalised", "global")}, "warnings": []}
+    assert again.pop("warnings") == []
+    assert again == {key: results[key] for key in ("norm_layers", "public_samples", "personalised", "global")}
     journal = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
     best = journal[results["stages"][-1]["round"] - 1]
     assert again["personalised"]["clean"]["accuracy"] == best["clean"]
@@ -160,7 +162,7 @@ def test_a_run_that_cannot_be_written_to_is_evaluated_with_a_note(cli, run, monk
 def test_an_unfinished_run_is_evaluated_with_a_note(cli, run):
     shutil.rmtree(run / "checkpoints" / "round-000008")
     said = cli("evaluate", run, "--attack", "clean", "--json")
-    assert set(said.json) == {"personalised", "global", "warnings"}
+    assert said.json["global"]["clean"]["samples"] == 360
     assert said.err == "note: this run is not finished; this is its model after round 7\n"
     exported = cli("export", run, "--out", "model.safetensors")
     assert "this run is not finished" in exported.err
@@ -188,6 +190,18 @@ def test_an_exported_model_loads_into_the_bare_architecture_and_has_the_runs_acc
     assert journalled["samples"] == len(test)
     assert correct / len(test) == pytest.approx(journalled["accuracy"], abs=1e-9)
     assert correct / len(test) > 0.15, "better than chance, or the comparison would show little"
+
+
+def test_export_says_how_the_runs_model_normalises_not_how_its_data_is(cli, tiny, tmp_path):
+    """Starting weights bring a normalisation of their own."""
+    weights = models.build("vgg-small", (1, 8, 8), 10, width=4).state_dict()
+    save_file(weights, tmp_path / "start.safetensors", {"normalisation": "mean .25 std .5"})
+    run = start(tiny({"method": "jfat", "model.weights": str(tmp_path / "start.safetensors")}), tmp_path / "run")
+    assert run.session.dataset.mean != (0.25,)
+    out = cli("export", "run", "--out", "model.safetensors").out
+    assert "normalised with mean 0.2500 and std 0.5000.\n" in out
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert (file.metadata()["normalize_mean"], file.metadata()["normalize_std"]) == ("[0.25]", "[0.5]")
 
 
 def test_exported_norm_layers_are_the_weighted_mean_over_those_who_trained(run):

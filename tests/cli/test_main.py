@@ -10,6 +10,7 @@ from fedprophet import cli as package
 from fedprophet.errors import ConfigError
 from fedprophet.methods import METHODS
 from fedprophet.models import MODELS
+from fedprophet.runs.config import PRESETS
 from fedprophet.runs.run import RunStoppedError
 from fedprophet.runs.session import assemble
 
@@ -22,8 +23,10 @@ def test_version(cli):
 def test_listings(cli, command, table):
     said = cli(command)
     assert said.code == 0
-    assert [line.split()[0] for line in said.out.splitlines() if not line.startswith(" ")] == list(table)
-    assert list(cli(command, "--json").json) == list(table)
+    known = cli(command, "--json").json
+    assert list(known) == list(table)
+    # One line each, where no terminal has an edge to wrap at.
+    assert [line.split(maxsplit=1) for line in said.out.splitlines()] == [[name, text] for name, text in known.items()]
 
 
 def test_without_arguments_it_says_how_to_start(cli):
@@ -35,10 +38,26 @@ MISTAKES = {
     "a model that is not there": ("model.name=vgg61", "unknown model 'vgg61'. Did you mean 'vgg16'? Known: cnn3, "),
     "a method that is not there": (
         "method=fedprofet",
-        "unknown method 'fedprofet'. Did you mean 'fedprophet'? Known: fedprophet, jfat",
+        f"method: unknown method 'fedprofet'. Did you mean 'fedprophet'? Known: {', '.join(sorted(METHODS))}\n",
     ),
     "a dataset that is not there": ("data.name=digit", "unknown dataset 'digit'. Did you mean 'digits'?"),
-    "a pool that is not there": ("fleet.pool=smal", "unknown device pool 'smal'. Did you mean 'small'?"),
+    "a pool that is not there": (
+        "fleet.pool=smal",
+        "fleet.pool: unknown device pool 'smal'. Did you mean 'small'? Known: caltech256, cifar10, small, or the path",
+    ),
+    "a pool's file that is not there": (
+        "fleet.pool=mine.toml",
+        "fleet.pool: cannot read the device pool mine.toml: No such file or directory",
+    ),
+    "no data in the data root": (
+        "data.name=cifar10",
+        "cifar10: there is no data in data. Put cifar-10-binary.tar.gz or the folder cifar-10-batches-bin there",
+    ),
+    "no photographs in the data root": (
+        "data.name=caltech256",
+        "caltech256: there is no data in data. Put the folder 256_ObjectCategories there",
+    ),
+    "no data root": ("data.name=folder", "folder needs the folder of your images: give it as data.root (--root)"),
     "a key that is not there": (
         "train.learing_rate=1",
         "unknown key 'train.learing_rate' (--set). Did you mean 'learning_rate'? Known: batch, ",
@@ -97,19 +116,31 @@ def test_a_budget_below_the_largest_atom_names_it_and_both_sizes(cli, tiny, tiny
     assert cli("train", *tiny_flags({**quick, "memory.budget": need})).code == 0
 
 
+LATENCY = ("latency", "vgg16", "--performance", "1.3e12", "--bandwidth", "1.5e9")
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["train", "digit"], "error: unknown preset 'digit'. Did you mean 'digits'? Known: digits"),
+        (
+            ["train", "digit"],
+            f"error: unknown preset 'digit'. Did you mean 'digits'? Known: {', '.join(PRESETS)}. A TOML file's path",
+        ),
+        (["train", "cifar10-balanced-small"], "error: cifar10: there is no data in data. Put cifar-10-binary.tar.gz "),
+        (["train", "caltech256-balanced"], "error: caltech256: there is no data in data. Put the folder 256_Object"),
+        (["fleet", "show", "smal"], "error: unknown device pool 'smal'. Did you mean 'small'?"),
+        ([*LATENCY, "--memory", "-1"], "error: --memory: must be positive, not -1"),
+        ([*LATENCY, "--memory", "-60MB"], "error: --memory: '-60MB' is not a size. Allowed: 60MB, "),
+        (["latency", "vgg16", "--memory", "60MB", "--performance", "1e12"], "Missing option '--bandwidth'"),
         (["train", "nowhere.toml"], "error: cannot read the config file nowhere.toml: No such file or directory"),
         (["train", "--budget", "0"], "No such option: --budget"),
         (["trian"], "No such command 'trian'. Did you mean 'train'?"),
         (["partition", "vgg16", "--budget", "0"], "error: '0' is not a memory budget. Allowed: a size (60MB, "),
         (["evaluate"], "Missing argument"),
         (["export", "somewhere"], "Missing option '--out'"),
-        (["evaluate", "somewhere", "--attack", "pdg20"], "error: unknown attack 'pdg20'. Allowed: clean, or pgdN"),
+        (["evaluate", "somewhere", "--attack", "pdg20"], "error: unknown attack 'pdg20'. Allowed: clean, pgdN"),
         (["evaluate", "somewhere", "--attack", "pgd0,clean,x"], "error: unknown attack 'pgd0', 'x'. Allowed: clean"),
-        (["evaluate", "somewhere", "--attack", " , "], "error: no attack is given. Allowed: clean, or pgdN"),
+        (["evaluate", "somewhere", "--attack", " , "], "error: no attack is given. Allowed: clean, pgdN with"),
         (["evaluate", "."], "error: there is no run in .: it has no config.toml. Start one with: fedprophet train"),
         (["export", "nowhere", "--out", "x"], "error: there is no run in nowhere: it has no config.toml"),
         (["export", "nowhere", "--out", "."], "error: . is a folder. Give the file to write, such as model.safet"),
@@ -124,6 +155,49 @@ def test_a_mistake_in_a_command(cli, tmp_path, arguments, text):
     said = cli(*arguments)
     assert text in said.error
     assert list(tmp_path.iterdir()) == []
+
+
+DEVICE = {"name": '"a"', "performance": '"1 TFLOPS"', "memory": '"4GB"', "bandwidth": '"1GB/s"'}
+
+
+@pytest.mark.parametrize("command", [("train", "--set", "fleet.pool=mine.toml"), ("fleet", "show", "mine.toml")])
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"memory": "-5"}, "device pool mine.toml, device 'a', memory: must be positive, not -5\n"),
+        ({"memory": '"-5MB"'}, "device pool mine.toml, device 'a', memory: '-5MB' is not a size. Allowed: 60MB, "),
+        (
+            {"bandwidth": None},
+            "device pool mine.toml, device 'a': bandwidth is missing. A device has name, performance, memory, band",
+        ),
+        ({"bandwidth": "0"}, "device pool mine.toml, device 'a', bandwidth: must be positive, not 0\n"),
+    ],
+)
+def test_a_mistake_in_a_pool(cli, tmp_path, command, change, text):
+    values = {**DEVICE, **change}
+    file = tmp_path / "mine.toml"
+    file.write_text("[[device]]\n" + "".join(f"{key} = {value}\n" for key, value in values.items() if value))
+    said = cli(*command)
+    assert said.error.startswith("error: ")
+    assert text in said.error
+    assert said.out == ""
+    assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        ("cifar10", "error: cifar10: there is no data in "),
+        ("caltech256", "error: caltech256: there is no data in "),
+        ("folder", "here holds 0 class folders, at least 2 are needed. Images belong into class folders: "),
+    ],
+)
+def test_a_data_root_without_data(cli, tmp_path, data, text):
+    (tmp_path / "here").mkdir()
+    said = cli("train", "--set", f"data.name={data}", "--set", f"data.root={tmp_path / 'here'}")
+    assert text in said.error
+    assert said.out == ""
+    assert list(tmp_path.rglob("*")) == [tmp_path / "here"]
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fedprophet.cli.progress import LiveDisplay, PlainLines, duration, observer_for, percent
+from fedprophet.cli.progress import LiveDisplay, PlainLines, closing_table, duration, observer_for, percent, say
 from fedprophet.runs.session import assemble
+from fedprophet.sizes import format_size
 
 PATH = Path("runs/one")
 FIRST = {
@@ -70,6 +71,118 @@ def test_plain_lines(session):
         "module 2 fixed at its best round 2: clean 50.0 %, PGD 25.0 %",
         "evaluating the trained model",
     ]
+
+
+OF_METHODS = {
+    "jfat": ({}, ""),
+    "heterofl": ({"widths": {"1": 0.251, "2": 1.0, "4": 0.5}}, "  width 0.25–1.00"),
+    "fedrolex": ({"widths": {"1": 0.25, "2": 0.2549}}, "  width 0.25"),
+    "feddf": (
+        {"architectures": {"1": "cnn3", "2": "vgg-small", "4": "cnn3"}, "distillation": {"cnn3": 0.5}},
+        "  models 2 cnn3, 1 vgg-small",
+    ),
+    "fedrbn": ({"attacked": [2], "times": {"1": {}, "2": {}, "4": {}}}, "  under attack 1/3 clients"),
+}
+
+
+@pytest.mark.parametrize("method", OF_METHODS)
+def test_lines_of_a_baseline(tiny, method):
+    """A baseline has no modules, so its rounds are counted to the end; what is special to it is shown."""
+    extra, shown = OF_METHODS[method]
+    session = assemble(tiny({"method": method}))
+    console = Console(file=io.StringIO())
+    observer = observer_for(console)
+    observer.started(session, PATH, 0)
+    base = {key: value for key, value in SECOND.items() if key not in ("module", "stage_round", "alpha")}
+    observer.round_done({**base, **extra}, 2.0)
+    whole, budget = format_size(session.world.cost.total_memory), format_size(session.budget)
+    assert console.file.getvalue().splitlines() == [
+        f"{method} on digits: vgg-small (whole model {whole}; every client can spare at least {budget}), "
+        "2 of 6 clients a round",
+        "run: runs/one",
+        f"round 2/3  eps 0.100{shown}  loss 2.250  clean 50.0 %  PGD 25.0 %  (2.0 s, at most 0:02 left)",
+    ]
+
+
+def test_a_distillation_that_diverged_is_told(session):
+    console = Console(file=io.StringIO())
+    observer = observer_for(console)
+    observer.started(session, PATH, 0)
+    observer.round_done(SECOND | {"distillation": {"cnn3": 0.5, "vgg-small": None}}, 2.0)
+    assert console.file.getvalue().splitlines()[-1] == "round 2: the distillation of vgg-small diverged: not used"
+
+
+RESULTS = {
+    "budget_bytes": 500,
+    "whole_model_bytes": 2000,
+    "modules": [{"index": 1, "layers": ["Conv 1"], "memory_bytes": 400}],
+    "memory": {"least_bytes": 300, "peak_bytes": 1000},
+    "simulated": {"computation_s": 5.0, "access_s": 60.0, "total_s": 65.0},
+    "norm_layers": {"personalised": "their own", "global": "the mean"},
+    "public_samples": 0,
+    "rounds": 7,
+    "seed": 1,
+    "personalised": {"clean": {"accuracy": 0.5, "samples": 8, "interval": [0.25, 0.75]}},
+    "global": {"clean": {"accuracy": 0.0, "samples": 0, "interval": [0.0, 1.0]}},
+}
+NEEDS = {
+    "a part of the model": (
+        {"least_bytes": 300, "peak_bytes": 1000},
+        "With 300 B a client could have done the smallest task of every round; the largest task took 1.0 kB, and the "
+        "whole model takes 2.0 kB.",
+    ),
+    "the whole model": (
+        {"least_bytes": 2000, "peak_bytes": 2000},
+        "Every client trained the whole model, which takes 2.0 kB; where it could spare less, the simulated time "
+        "includes swapping.",
+    ),
+    "the same part in every round": (
+        {"least_bytes": 300, "peak_bytes": 300},
+        "With 300 B a client could have done the smallest task of every round; the largest task took 300 B, and the "
+        "whole model takes 2.0 kB.",
+    ),
+    "what an earlier version did not record": (None, "Training the whole model takes 2.0 kB."),
+}
+
+
+@pytest.mark.parametrize(("memory", "text"), NEEDS.values(), ids=NEEDS.keys())
+def test_closing_words_of_a_baseline(memory, text):
+    console = Console(file=io.StringIO(), width=70)
+    reached = {"best": {"round": 3, "clean": 0.5, "adversarial": 0.25}, "last": FIRST | {"round": 7, "clean": 0.125}}
+    reached["last"]["adversarial"] = 0.0
+    closing_table({**RESULTS, **reached, "memory": memory}, PATH, console)
+    said = console.file.getvalue()
+    assert "Modules" not in said
+    assert said.split("┘\n")[1].splitlines() == [
+        "personalised: on each client's own held-out data; norm layers: their own",
+        "global: the exported model on the test set; norm layers: the mean",
+        text,
+        "Best round (3): clean 50.0 %, PGD 25.0 %.",
+        "Last round (7): clean 12.5 %, PGD 0.0 %.",
+        "On the devices of the pool it would have taken 1:05: computation 0:05, storage access 1:00 (simulated).",
+        "Rounds: 7, seed 1.",
+        "Files: runs/one",
+    ]
+
+
+def test_closing_words_of_a_cascade():
+    console = Console(file=io.StringIO(), width=120)
+    closing_table({**RESULTS, "stages": [{"clean": 0.5, "adversarial": 0.25}]}, PATH, console)
+    said = console.file.getvalue()
+    row = next(line for line in said.splitlines() if "Conv 1" in line)
+    assert [cell.strip() for cell in row.split("│")[1:-1]] == [
+        "1", "Conv 1", "400 B", "80 %", "20 %", "50.0 %", "25.0 %",
+    ]  # fmt: skip
+    assert "A client needs 400 B to train a module; the whole model would take 2.0 kB.\n" in said
+
+
+def test_sentences_are_wrapped_between_words_in_a_terminal_alone():
+    for terminal in (True, False):
+        console = Console(file=io.StringIO(), width=30, force_terminal=terminal, color_system=None)
+        say(console, ["one two three four five six seven", "eight"])
+        lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
+        wrapped = ["one two three four five six", "seven", "eight"]
+        assert lines == (wrapped if terminal else ["one two three four five six seven", "eight"])
 
 
 def test_live_display(session):

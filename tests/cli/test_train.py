@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from safetensors import safe_open
 
 from fedprophet.runs.config import to_toml
 from fedprophet.runs.session import assemble
@@ -53,11 +54,60 @@ def test_the_table_says_what_a_module_takes_and_reaches(cli, tiny_flags, tmp_pat
 def test_jfat_is_shown_as_what_it_is(cli, tiny_flags, sizes):
     budget, whole, _ = sizes
     out = cli("train", *tiny_flags({**QUICK, "rounds": 2, "method": "jfat"})).out
-    assert out.startswith(f"jfat on digits: vgg-small as a whole, {whole} (budget {budget}), 2 of 6 clients a round")
-    assert f"{100 / 0.45:.0f} %" in out
-    assert f"A client needs {whole} to train it." in out
-    assert "Best round (" in out
-    assert "last round (2): clean " in out
+    assert out.startswith(
+        f"jfat on digits: vgg-small (whole model {whole}; every client can spare at least {budget}), 2 of 6 clients a r"
+    )
+    assert "round 2/2  eps 0.100  loss " in out
+    assert "Modules" not in out
+    assert f"Every client trained the whole model, which takes {whole}; where it could spare less, " in out
+    assert "\nBest round (" in out
+    assert "\nLast round (2): clean " in out
+
+
+def test_what_a_client_needs_is_said_where_it_trains_a_part(cli, tiny_flags, tmp_path, sizes):
+    poor = {"method": "heterofl", "fleet.memory_share": 0.01}  # nobody can spare more than the budget
+    out = cli("train", *tiny_flags({**QUICK, **poor}), "--out", "run").out
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    least, peak = results["memory"]["least_bytes"], results["memory"]["peak_bytes"]
+    assert 0 < least <= peak <= results["budget_bytes"], "or the sentence would be that of the whole model"
+    assert "Modules" not in out
+    assert (
+        f"With {format_size(least)} a client could have done the smallest task of every round; the largest task took "
+        f"{format_size(peak)}, and the whole model takes {sizes[1]}.\n"
+    ) in out
+
+
+DISTILLED = "those that the server's model was distilled with"
+MEAN = "mean over the clients that have trained, weighted by shard size"
+NORM_LAYERS = {
+    "fedprophet": ("each client's own", MEAN),
+    "jfat": ("each client's own", MEAN),
+    "fedet": (DISTILLED, DISTILLED),
+    "fedrbn": (
+        "each client's own (statistics: the clean ones for clean images, the adversarial ones for attacked images)",
+        f"{MEAN} (statistics: the adversarial ones)",
+    ),
+}
+
+
+@pytest.mark.parametrize("method", NORM_LAYERS)
+def test_each_table_of_accuracies_says_which_norm_layers_it_was_measured_with(cli, tiny_flags, tmp_path, method):
+    personalised, whole = NORM_LAYERS[method]
+    public = 180 if method == "fedet" else 0
+    settings = {**QUICK, "method": method, "distillation.iterations": 1, "evaluate.test_samples": 20}
+    trained = cli("train", *tiny_flags(settings), "--out", "run")
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert results["norm_layers"] == {"personalised": personalised, "global": whole}
+    assert results["public_samples"] == public
+    evaluated = cli("evaluate", "run", "--attack", "clean")
+    left_out = f" without the {public} samples of the public set" if public else ""
+    for said in (trained, evaluated):
+        assert f"\npersonalised: on each client's own held-out data; norm layers: {personalised}\n" in said.out
+        assert f"\nglobal: the exported model on the test set{left_out}; norm layers: {whole}\n" in said.out
+    exported = cli("export", "run", "--out", "model.safetensors").out
+    assert f"\nNorm layers: {whole}.\n" in exported
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert file.metadata()["norm_layers"] == whole
 
 
 def test_clients_without_held_out_data_have_no_accuracy(cli, tiny_flags):
@@ -88,7 +138,8 @@ def test_resuming_a_finished_run_prints_the_same_table(cli, tiny_flags, method):
     first = cli("train", *tiny_flags({**QUICK, "method": method}), "--out", "run")
     again = cli("train", "--resume", "run")
     assert again.code == 0
-    assert again.out[again.out.index("Modules") :] == first.out[first.out.index("Modules") :]
+    begin = "Modules" if method == "fedprophet" else "Accuracy of the trained model"
+    assert again.out[again.out.index(begin) :] == first.out[first.out.index(begin) :]
     assert cli("train", "--resume", "run", "--json").json["method"] == method
 
 

@@ -81,14 +81,16 @@ def test_ctrl_c_and_kill_write_a_checkpoint_and_say_how_to_resume(launch, tiny_f
     assert outcome(run) == undisturbed
 
 
-def test_ctrl_c_while_evaluating(launch, tiny_flags, run):
-    """Nothing to save there, and nothing to explain."""
-    launch("train", *tiny_flags({"rounds": 1, "train.warmup": 0}), "--out", run).wait()
-    command = launch("evaluate", run, "--attack", "pgd2000")
-    command.when(lambda: command.process.is_alive()).process.join(1.5)
-    command.signal(signal.SIGINT)
-    assert command.code == 130
-    assert "Traceback" not in command.stderr
+@pytest.mark.parametrize("method", ["fedet", "heterofl"])
+def test_a_baseline_goes_on_after_a_kill(launch, tiny, tiny_flags, tmp_path, method):
+    """Architectures and sub-networks have layers of their own on a client, and the server a model for each."""
+    settings = {"method": method, "distillation.iterations": 2}
+    play(start(tiny(settings), tmp_path / "undisturbed"))
+    run = tmp_path / "run"
+    launch("train", *tiny_flags(settings), "--out", run).when_lines(run / "journal.jsonl", 2).kill()
+    last = launch("train", "--resume", run)
+    assert last.code == 0
+    assert outcome(run) == outcome(tmp_path / "undisturbed")
 
 
 def test_resuming_a_finished_run_prints_its_table_again_and_changes_nothing(launch, tiny_flags, run):

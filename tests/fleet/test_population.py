@@ -162,6 +162,12 @@ def test_bad_settings_are_found_at_once():
         Population(numbered(), ShardSettings(classes_per_client=5), POOL, 0, 8)
 
 
+@pytest.mark.parametrize("public", [-1, 10, 11, 5000, 2.5, "50%"])
+def test_a_public_set_that_the_test_set_cannot_give(public):
+    with pytest.raises(ConfigError, match=r"the public set must be .* below the 10 of the test set .*, not "):
+        make(public=public)
+
+
 def test_nothing_of_a_client_is_made_before_it_is_asked_for(monkeypatch):
     drawn, cut = [], []
     draw_device, split = population.draw_device, population.split

@@ -143,6 +143,30 @@ def test_without_a_fitting_jfat_run_there_is_no_speedup(write_run, tmp_path):
     assert not [note for note in setting_notes(only_jfat) if "speed-up" in note.lower()]
 
 
+def test_notes_on_norm_layers_and_public_sets(write_run):
+    own = {"norm_layers": {"personalised": "each client's own", "global": "mean"}, "public_samples": 0}
+    distilled = {"norm_layers": {"personalised": "distilled", "global": "distilled"}, "public_samples": 40}
+    paths = [
+        write_run("a", "jfat", results=own),
+        write_run("b", "heterofl", results=own),
+        write_run("c", "feddf", results=distilled),
+        write_run("d", "fedprophet", finished=False),
+    ]
+    setting = only(compare(paths))
+    assert said(setting, "Norm layers, personalised") == (
+        "Norm layers, personalised: distilled for FedDF-AT; each client's own for the others."
+    )
+    assert said(setting, "Norm layers, global") == "Norm layers, global: distilled for FedDF-AT; mean for the others."
+    assert said(setting, "public set") == (
+        "Test samples that became the public set and are left out of global: 40 for FedDF-AT; 0 for the others."
+    )
+    alone = only(compare(paths[:1]))
+    assert said(alone, "Norm layers, global") == "Norm layers, global: mean for all rows."
+    assert not [note for note in setting_notes(alone) if "public" in note]
+    older = only(compare([*paths[:2], write_run("old", "fedrbn")]))
+    assert said(older, "Norm layers, global") == ("Norm layers, global: not recorded for FedRBN; mean for the others.")
+
+
 def test_starting_weights_do_not_change_the_time(write_run):
     setting = only(compare([write_run("a", "fedprophet"), write_run("b", "jfat", "model.weights=w.safetensors")]))
     assert all(row.speedup for row in setting.rows)

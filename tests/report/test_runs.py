@@ -164,7 +164,8 @@ def test_a_real_run_says_what_its_summary_says(tiny, tmp_path, method):
             name: cell["accuracy"] for name, cell in results[kind].items()
         }
     assert (run.best is None) == (method == "fedprophet")
-    assert run.memory is not None
+    assert {"least_bytes": run.memory.least, "peak_bytes": run.memory.peak} == results["memory"]
+    assert run.norm_layers == results["norm_layers"]
     modules = [module["memory_bytes"] for module in results["modules"]]
     assert run.memory.peak <= results["whole_model_bytes"]
     if method == "jfat":

@@ -17,6 +17,7 @@ from fedprophet.runs.results import (
     in_order,
     parse_attacks,
     simulated_seconds,
+    training_memory,
 )
 from fedprophet.runs.session import assemble
 from fedprophet.server.coordinator import hold
@@ -33,6 +34,15 @@ def test_a_round_lasts_as_long_as_its_slowest_client() -> None:
         {"times": {"2": _time(2.0, 0.25)}},
     ]
     assert simulated_seconds(records) == {"computation_s": 3.0, "access_s": 5.25, "total_s": 8.25}
+
+
+def test_training_memory_by_hand() -> None:
+    """In the hardest round, the second, the luckiest client was given 25 bytes; somebody was given 90 in the first."""
+    rounds = [{"1": 90, "2": 10}, {"2": 30, "3": 25}, {}, {"1": 70, "3": 15}]
+    records = [{"times": {client: {"memory_bytes": size} for client, size in sizes.items()}} for sizes in rounds]
+    assert training_memory(records) == {"least_bytes": 25, "peak_bytes": 90}
+    assert training_memory(records[2:3]) is None, "nobody trained"
+    assert training_memory([*records, {"times": {"1": _time(1.0, 1.0)}}]) is None, "half of it is not known"
 
 
 @pytest.mark.parametrize("method", ["fedprophet", "jfat"])

@@ -5,6 +5,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from fedprophet.cascade.atoms import chain_of
 from fedprophet.client.task import BACKBONE, SERVER
 from fedprophet.data.dataset import from_tensors
 from fedprophet.errors import ConfigError, ModelError
@@ -86,15 +87,17 @@ def test_members_of_the_same_kind_start_from_the_weights_and_the_notes_say_so(vg
     assert "by block and position" in other
 
 
-def test_members_beside_a_model_of_ones_own_do_not_start_from_weights_that_it_does_not_use(tiny, tmp_path) -> None:
-    file = build("vgg-small", (1, 8, 8), 10, width=4).state_dict()
-    save_file(file, tmp_path / "vgg.safetensors")
-    settings = {**DISTIL, "model.name": "custom", "model.weights": str(tmp_path / "vgg.safetensors")}
+@pytest.mark.parametrize("wrap", [lambda net: net, chain_of], ids=["model", "chain"])
+def test_weights_for_a_model_that_is_handed_over_are_refused(tiny, tmp_path, wrap) -> None:
+    """It has weights of its own; those of the file would be ignored, or overwrite them."""
     net = build("vgg-small", (1, 8, 8), 10, width=4)
-    session = assemble(tiny({**settings, "distillation.family": ["vgg-small-3", "custom"]}), model=net)
-    assert session.notes == ()
-    for member in session.world.family.values():
-        assert not torch.equal(member.chain.tensors["features.0.weight"], file["features.0.weight"])
+    save_file(net.state_dict(), tmp_path / "vgg.safetensors")
+    text = (
+        r"^model\.weights: given '.*vgg\.safetensors', but a model that is handed over starts from the weights it has"
+    )
+    for name in ("custom", "vgg-small"):
+        with pytest.raises(ConfigError, match=text):
+            assemble(tiny({"model.name": name, "model.weights": str(tmp_path / "vgg.safetensors")}), model=wrap(net))
 
 
 def test_all_members_normalise_their_input_alike(vggs) -> None:

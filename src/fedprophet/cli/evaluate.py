@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -55,7 +55,7 @@ def evaluate_command(
     opened = _open(run)
     if not can_keep(opened):
         typer.echo(f"note: {run} cannot be written to: nothing is kept of this evaluation", err=True)
-    with _progress() as watch:
+    with closing(opened.session), _progress() as watch:
         evaluation = evaluate_run(opened, attacks, samples, masking_check, watch)
     results = evaluation.to_json()
     for warning in results["warnings"]:
@@ -110,7 +110,8 @@ def export_command(
     if out.is_dir():
         raise ConfigError(f"{out} is a folder. Give the file to write, such as {out / 'model.safetensors'}")
     opened = _open(run)
-    write_model(opened, out)
+    with closing(opened.session):
+        write_model(opened, out)
     session = opened.session
     mean, std = session.normalize.numbers
     lines = (

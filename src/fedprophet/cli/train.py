@@ -19,7 +19,7 @@ def train_command(
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one key; may be repeated.")
     ] = None,
-    method: Annotated[str | None, typer.Option(help="Short for --set method=…")] = None,
+    method: Annotated[str | None, typer.Option(help="Short for --set method=…; fedprophet methods lists them.")] = None,
     out: Annotated[Path | None, typer.Option(help="The run's folder. Default: runs/NAME here.")] = None,
     resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Go on with a run that was stopped.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the closing summary as JSON.")] = False,
@@ -35,6 +35,8 @@ def train_command(
       fedprophet train digits --set seed=1 --set perturbation.enabled=false --out runs/no-apa
 
       fedprophet train --resume runs/no-apa
+
+      fedprophet train cifar10-balanced-small --method heterofl
     """
     # A polite kill is a Ctrl-C: a checkpoint is written before the process ends.
     signal.signal(signal.SIGTERM, signal.default_int_handler)

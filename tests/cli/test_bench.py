@@ -1,0 +1,125 @@
+"""`fedprophet bench` as a user meets it."""
+
+import json
+import re
+import time
+
+import pytest
+
+from fedprophet.bench.rounds import PARTS, fast_engine
+
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+@pytest.fixture
+def flags(tiny_flags):
+    return ["--preset", "digits", *tiny_flags()]
+
+
+def engines():
+    fast = fast_engine()
+    return ["plain", *([fast] if fast else [])]
+
+
+def test_json_has_the_machine_the_settings_and_every_measurement(cli, flags, tmp_path):
+    found = cli("bench", *flags, "--repeat", 1, "--stages", "1,3", "--json", "--out", "there").json
+    assert found["benchmark"] == "rounds"
+    assert {"date", "processor", "cores", "torch", "fedprophet", "load"} <= set(found["machine"])
+    assert found["product"]["flops"] > 1e8
+    assert found["settings"]["preset"] == "digits"
+    assert found["settings"]["config"]["jfat"]["method"] == "jfat"
+    assert found["settings"]["config"]["fedprophet"]["rounds"] == 3, "as a run has it, not as it is measured"
+    assert list(found["settings"]["engines"]) == engines()
+    cases = [("jfat", None), ("fedprophet", 1), ("fedprophet", 3)]
+    expected = [(m, s, engine, part) for m, s in cases for engine in engines() for part in PARTS]
+    rows = found["measurements"]
+    assert [(row["method"], row["stage"], row["engine"], row["part"]) for row in rows] == expected
+    for row in rows:
+        assert row["failure"] is None
+        assert row["of_product"] == pytest.approx(row["flop"] / row["seconds"] / found["product"]["flops"])
+        assert row["peak_bytes"] > 0
+        assert (row["speedup"] is None) == (row["engine"] == "plain")
+    # One stage is missing, so FedProphet's run cannot be projected.
+    assert {p["method"] for p in found["projection"]} == {"jfat"}
+    assert json.loads((tmp_path / "there" / "bench.json").read_text()) == found
+    assert (tmp_path / "there" / "bench.md").read_text().startswith("# Rounds\n\n- ")
+    assert sorted(p.name for p in (tmp_path / "there").iterdir()) == ["bench.json", "bench.md"]
+
+
+def test_without_a_terminal_it_prints_markdown(cli, flags):
+    said = cli("bench", *flags, "--repeat", 1, "--only", "jfat", "--engine", "plain")
+    assert said.code == 0, said.err
+    assert "| case | engine | seconds | range | " in said.out
+    assert "| jfat | plain |" in said.out
+    assert "fedprophet |" not in said.out
+    assert said.err == ""
+
+
+def test_in_a_terminal_its_tables_fit_eighty_columns(cli, flags, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    said = cli("bench", *flags, "--repeat", 2, "--only", "jfat", "--engine", "plain")
+    assert said.code == 0, said.err
+    lines = ESCAPES.sub("", said.out).splitlines()
+    assert max(map(len, lines)) <= 80
+    (heading, *_) = (line for line in lines if "engine" in line and "seconds" in line)
+    assert heading.split() == ["case", "engine", "seconds", "range", "GFLOP/s", "of", "product", "memory", "speed-up"]
+    assert "projection of a whole run" in said.out
+
+
+def test_growth(cli, tiny_flags, tmp_path):
+    flags = ["--preset", "digits", *tiny_flags(), "--growth", "--sizes", "40,20", "--repeat", 2]
+    found = cli("bench", *flags, "--json", "--out", ".").json
+    assert found["benchmark"] == "growth"
+    assert [(row["clients"], row["cohort"]) for row in found["measurements"]] == [
+        (20, 10),
+        (40, 10),
+        (40, 30),
+    ]
+    assert found["settings"]["samples_per_client"] == 5
+    assert json.loads((tmp_path / "growth.json").read_text()) == found
+    assert "| 40 | 30 |" in (tmp_path / "growth.md").read_text()
+
+
+MISTAKES = {
+    "a method that is not measured": (["--only", "jfat,fedrbn"], "--only: unknown method 'fedrbn'. "),
+    "no method": (["--only", ","], "--only: unknown method ''"),
+    "an engine that is not there": (["--engine", "gpu"], "--engine: unknown engine 'gpu'. "),
+    "a stage that is no number": (["--stages", "1,last"], "--stages: '1,last' is not a list of positive numbers"),
+    "a stage that is not there": (["--stages", "9"], "--stages: there is no stage 9. digits has stages 1 to 3"),
+    "sizes without growth": (["--sizes", "100"], "--sizes is for --growth"),
+    "stages of no training": (["--growth", "--stages", "1"], "beside training: leave --stages out"),
+    "growth of real data": (["--growth", "--real-data"], "beside training: leave --real-data out"),
+    "quick and a preset": (["--quick"], "--quick is cifar10-balanced-small: leave --preset out"),
+    "a key that is not there": (["--set", "train.bach=3"], "unknown key 'train.bach' (--set). Did you mean 'batch'?"),
+    "data of one's own": (["--set", "data.name=folder"], "data.name = 'folder': random images can stand for digits, "),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_said_in_a_sentence(cli, flags, mistake):
+    arguments, text = MISTAKES[mistake]
+    assert text in cli("bench", *flags, *arguments).error
+
+
+def test_a_file_in_the_place_of_the_folder_is_found_before_anything_is_measured(cli, tmp_path):
+    (tmp_path / "there").write_text("mine")
+    began = time.monotonic()
+    assert "there is a file. Give a folder with --out" in cli("bench", "--out", "there").error
+    assert time.monotonic() - began < 5
+
+
+def test_the_help_has_examples(cli):
+    said = cli("bench", "--help")
+    assert "fedprophet bench --quick" in said.out
+    assert "fedprophet bench --growth" in said.out
+
+
+@pytest.mark.slow
+def test_quick_ends_soon_and_shows_both_methods(cli):
+    began = time.monotonic()
+    found = cli("bench", "--quick", "--json").json
+    assert time.monotonic() - began < 180, "a minute on two free cores"
+    assert {p["method"] for p in found["projection"]} == {"jfat", "fedprophet"}
+    assert found["settings"]["preset"] == "cifar10-balanced-small"
