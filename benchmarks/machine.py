@@ -3,11 +3,11 @@
 import os
 import platform
 from datetime import UTC, datetime
-from pathlib import Path
 
 import torch
 
 import fedprophet
+from fedprophet.bench.machine import processor
 
 
 def measured(command: str) -> str:
@@ -16,13 +16,3 @@ def measured(command: str) -> str:
         f"`{command}` on {datetime.now(UTC):%Y-%m-%d}: {processor()}, {os.cpu_count()} cores, one thread a run; "
         f"Python {platform.python_version()}, torch {torch.__version__}, fedprophet {fedprophet.__version__}."
     )
-
-
-def processor() -> str:
-    """Return the name of the processor where the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return f"{platform.machine()} processor"
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else f"{platform.machine()} processor"

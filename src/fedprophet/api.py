@@ -1,6 +1,7 @@
 """FedProphet from Python: the same runs as on the command line, with a model and data of your own."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,14 +70,18 @@ def evaluate(
     """
     names = results.parse_attacks(attacks if isinstance(attacks, str) else ",".join(attacks))
     check_samples(samples)
-    return evaluate_run(reopen(Path(path), model, data), names, samples, masking_check).to_json()
+    run = reopen(Path(path), model, data)
+    with closing(run.session):
+        return evaluate_run(run, names, samples, masking_check).to_json()
 
 
 def export(
     path: str | Path, out: str | Path, *, model: nn.Module | Chain | None = None, data: Dataset | None = None
 ) -> None:
     """Write a run's model as one safetensors file; its metadata say where its norm layers come from."""
-    write_model(reopen(Path(path), model, data), Path(out))
+    run = reopen(Path(path), model, data)
+    with closing(run.session):
+        write_model(run, Path(out))
 
 
 def _config(config: Config | Mapping[str, Any] | str | Path | None, overrides: Sequence[str]) -> Config:

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from fedprophet.cli.bench import bench_command
 from fedprophet.cli.compare import compare_command
 from fedprophet.cli.config import config_app
 from fedprophet.cli.data import data_app
@@ -36,6 +37,7 @@ app.command("export")(export_command)
 app.command("compare")(compare_command)
 app.command("partition")(partition_command)
 app.command("latency")(latency_command)
+app.command("bench")(bench_command)
 app.add_typer(fleet_app, name="fleet")
 app.add_typer(data_app, name="data")
 app.add_typer(config_app, name="config")
@@ -59,10 +61,14 @@ def _listing(entries: dict[str, str], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(entries, indent=2))
         return
+    console, width = Console(), max(map(len, entries))
+    if not console.is_terminal:
+        typer.echo("\n".join(f"{name:{width}}  {text}" for name, text in entries.items()))
+        return
     table = Table.grid(padding=(0, 2))
     for name, text in entries.items():
         table.add_row(name, text)
-    Console().print(table)
+    console.print(table)
 
 
 def _version(wanted: bool) -> None:

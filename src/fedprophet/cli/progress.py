@@ -307,8 +307,8 @@ def _need(results: Mapping[str, Any]) -> str:
             "simulated time includes swapping."
         )
     return (
-        f"A client needed {format_size(least)} to take part in every round. The largest task took {format_size(peak)}; "
-        f"the whole model takes {format_size(whole)}."
+        f"With {format_size(least)} a client could have done the smallest task of every round; the largest task took "
+        f"{format_size(peak)}, and the whole model takes {format_size(whole)}."
     )
 
 

@@ -8,7 +8,7 @@ from fedprophet.client.segment import Segment
 from fedprophet.client.task import ClientTask
 from fedprophet.client.trainer import descend
 from fedprophet.data.dataset import LocalExamples
-from fedprophet.randomness import key
+from fedprophet.randomness import key, seed_global
 
 
 def predict(task: ClientTask, segment: Segment, examples: LocalExamples) -> Tensor:
@@ -24,7 +24,7 @@ def distill(task: ClientTask, segment: Segment, examples: LocalExamples) -> floa
     device = segment.chain.device
 
     def loss_of(iteration: int, batch: Tensor) -> Tensor:
-        torch.manual_seed(key(task.seed, "dropout", task.round, task.client, task.number, iteration))
+        seed_global(key(task.seed, "dropout", task.round, task.client, task.number, iteration))
         with segment.mode(training=len(batch) > 1):
             logits = segment.logits(examples.fetch(batch).to(device))
         targets = {name: value[batch.to(value.device)].to(device) for name, value in task.targets.items()}

@@ -25,6 +25,11 @@ class FeatureCache:
         self._folder: Path | None = None
         self._written = 0
 
+    def share(self, parts: int) -> "FeatureCache":
+        """Return an empty cache with a part of this one's limits, for one of so many processes."""
+        memory_limit, disk_limit = self._limits
+        return FeatureCache(memory_limit // parts, disk_limit // parts)
+
     def get(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
         """Return the features behind the key, from memory, from disk, or computed now."""
         if key in self._memory:

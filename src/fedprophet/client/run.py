@@ -33,12 +33,18 @@ def run_client(task: ClientTask, client: Client, workspace: Workspace) -> Client
     """Carry out one task and return what goes back to the server."""
     if task.kept:
         workspace = narrowed(workspace, task.kept)
-    # What a client trained in this very round counts for everything but training it, which may be a repetition.
-    before = task.round if task.kind == "train" else task.round + 1
-    own = workspace.layers.get(task.architecture, task.client, task.timeline, before) or {}
+    own = workspace.layers.get(task.architecture, task.client, task.timeline, layers_before(task)) or {}
     with global_rng(task.seed, "client", task.round, task.client):
         update = WORK[task.kind](task, client, workspace, own)
     return replace(update, number=task.number)
+
+
+def layers_before(task: ClientTask) -> int:
+    """Return the round before which a client's own layers were made that a task starts from.
+
+    What a client trained in this very round counts for everything but training it, which may be a repetition.
+    """
+    return task.round if task.kind == "train" else task.round + 1
 
 
 def _report(task: ClientTask, client: Client, workspace: Workspace, own: Mapping[str, Tensor]) -> ClientUpdate:

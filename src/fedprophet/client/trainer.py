@@ -9,7 +9,7 @@ from torch import Tensor
 from fedprophet.attacks.pgd import pgd
 from fedprophet.client.segment import Segment
 from fedprophet.client.task import ClientTask
-from fedprophet.randomness import generator, key
+from fedprophet.randomness import generator, key, seed_global
 
 
 def batches(samples: int, size: int, iterations: int, task: ClientTask) -> Iterator[Tensor]:
@@ -42,7 +42,7 @@ def train(
             observe(segment, inputs[batch])
         x = perturb(task, segment, inputs[batch], labels[batch], iteration)
         # A batch of one sample has no batch statistics: its norm layers stay in evaluation mode.
-        torch.manual_seed(key(task.seed, "dropout", task.round, task.client, iteration))
+        seed_global(key(task.seed, "dropout", task.round, task.client, iteration))
         with segment.mode(training=len(batch) > 1):
             return segment.losses(x, labels[batch], strong_convexity).mean()
 

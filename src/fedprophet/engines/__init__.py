@@ -1,6 +1,8 @@
 """Engines carry tasks to clients and bring their updates back. One joins the table here and nowhere else."""
 
+import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -8,6 +10,7 @@ import torch
 from fedprophet.client.workspace import Workspace
 from fedprophet.engines.cuda import cuda_engine
 from fedprophet.engines.embedded import EmbeddedEngine
+from fedprophet.engines.workers import ONE_THREAD, WorkerEngine
 from fedprophet.fleet.population import Population
 from fedprophet.runs.config import Config
 from fedprophet.server.coordinator import Engine
@@ -33,16 +36,35 @@ def _cuda(parts: Parts) -> Engine:
     return cuda_engine(parts.population, parts.workspaces, parts.reserve, parts.config.precision)
 
 
-ENGINES: Mapping[str, Callable[[Parts], Engine]] = {"plain": _plain, "cuda": _cuda}
+def _workers(parts: Parts) -> Engine:
+    return WorkerEngine(parts.population, parts.workspaces, parts.reserve, cores(parts.config))
 
 
-def chosen_engine(name: str) -> str:
-    """Return the engine that a configuration asks for; "auto" is the GPU where there is one."""
-    if name != AUTO:
-        return name
-    return "cuda" if torch.cuda.is_available() else "plain"
+ENGINES: Mapping[str, Callable[[Parts], Engine]] = {"plain": _plain, "workers": _workers, "cuda": _cuda}
+
+
+def cores(config: Config) -> int:
+    """Return how many CPU cores a run may use: as many threads, or as many workers with one thread each."""
+    return config.threads or torch.get_num_threads()
+
+
+def chosen_engine(config: Config) -> str:
+    """Return the engine that a configuration asks for; "auto" is the GPU where there is one, else all CPU cores."""
+    if config.engine != AUTO:
+        return config.engine
+    if torch.cuda.is_available():
+        return "cuda"
+    return "workers" if cores(config) > 1 and sys.platform.startswith("linux") else "plain"
+
+
+def threads_of(config: Config) -> AbstractContextManager[None]:
+    """Give torch the threads that a configuration asks for; those of the workers engine only within a `with` block."""
+    if chosen_engine(config) == "workers":
+        return ONE_THREAD
+    torch.set_num_threads(cores(config))
+    return nullcontext()
 
 
 def make_engine(parts: Parts) -> Engine:
     """Make the engine of a configuration."""
-    return ENGINES[chosen_engine(parts.config.engine)](parts)
+    return ENGINES[chosen_engine(parts.config)](parts)

@@ -18,7 +18,7 @@ from torch import Tensor
 from fedprophet.cascade.atoms import Chain
 from fedprophet.client.measure import drawn_samples
 from fedprophet.client.modules import digest
-from fedprophet.client.run import Client, shard_weight
+from fedprophet.client.run import Client, layers_before, shard_weight
 from fedprophet.client.task import ClientTask, ClientUpdate, LocalTraining
 from fedprophet.client.trainer import batches
 from fedprophet.client.workspace import Workspace
@@ -32,20 +32,20 @@ from fedprophet.randomness import key as draw_key
 from fedprophet.threat import ThreatModel
 
 log = logging.getLogger("fedprophet")
-P = TypeVar("P")
-PLANS = 64
-"""Plans that are kept: each holds the parameters and inputs of a group."""
-PROGRAMS = 256
+P = TypeVar("P", TrainingPlan, EvaluationPlan)
 FEW = 4
 """Groups up to this size are planned as they are."""
+CLIENTS = 4096
+"""Clients that are kept at hand: which samples are theirs is soon said, but not for everybody every round."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How many bytes of activations a group may take, and of inputs may stay on the device between rounds."""
+    """How many bytes the activations of a group may take, and how many of inputs and of plans stay between rounds."""
 
     activations: int
     resident: int
+    plans: int = 8 * 2**30
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,25 @@ class _Job:
     task: ClientTask
     client: Client
     own: Mapping[str, Tensor]
+
+
+class Resident:
+    """Tensors that stay on the device, at most so many bytes; those not used for longest make room."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._kept: OrderedDict[Hashable, Tensor] = OrderedDict()
+        self.nbytes = 0
+
+    def get(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
+        """Return the tensor of that key, made now where it is not there."""
+        if key not in self._kept:
+            self._kept[key] = make()
+            self.nbytes += self._kept[key].nbytes
+        self._kept.move_to_end(key)
+        while self.nbytes > self._limit and len(self._kept) > 1:
+            self.nbytes -= self._kept.popitem(last=False)[1].nbytes
+        return self._kept[key]
 
 
 class StackedEngine:
@@ -69,14 +88,14 @@ class StackedEngine:
         limits: Limits,
     ) -> None:
         self._plain = EmbeddedEngine(population, workspaces, reserve)
+        self._client = lru_cache(CLIENTS)(self._plain.client)
         self._workspaces = workspaces
         self._backend = backend
         self._limits = limits
         self._plans: OrderedDict[Hashable, Any] = OrderedDict()
-        self._inputs: OrderedDict[Hashable, Tensor] = OrderedDict()
-        self._labels: dict[Hashable, Tensor] = {}
+        self._resident = Resident(limits.resident)
         self._said: set[str] = set()
-        self._program = lru_cache(PROGRAMS)(self._read)
+        self._programs: dict[Hashable, Program | str] = {}
 
     def map(self, tasks: Iterable[ClientTask]) -> Iterator[ClientUpdate]:
         """Carry out the tasks, group after group."""
@@ -86,45 +105,99 @@ class StackedEngine:
         for kind, group in groups.items():
             if kind is None:
                 yield from self._plain.map(group)
-            else:
-                yield from WORK[group[0].kind](self, [self._job(task) for task in group])
+                continue
+            for part in self._chunks(group):
+                yield from WORK[part[0].kind](self, [self._job(task) for task in part])
 
     # What can be fused, and with what.
 
     def _kind_of(self, task: ClientTask) -> Hashable | None:
         """Return what the tasks of one group have in common; None for the plain path."""
-        if task.kind not in WORK or (task.kind == "evaluate" and task.attack != "pgd"):
+        if task.kind in EFFORTLESS:
             return None
-        client = self._plain.client(task.client)
-        samples = self._samples(task, client)
+        samples = self._samples(task)
         if samples == 0:
             return None
         try:
-            if task.kept or task.adversarial_statistics:
-                raise NotFusableError("sub-networks" if task.kept else "two sets of norm statistics")
-            if task.kind == "train" and min(_sizes(task, samples)) < 2:
-                raise NotFusableError("a batch of a single sample")
-            self._program(*self._span(task))
+            self._check(task, samples)
         except NotFusableError as reason:
             self._say(f"the GPU engine leaves this to the plain path: {reason}")
             return None
         frozen = tuple(module.digest for module in task.frozen)
         return (task.kind, *self._span(task), frozen, samples, task.training, task.threat)
 
-    def _samples(self, task: ClientTask, client: Client) -> int:
-        if task.kind == "evaluate":
-            return len(evaluated_positions(task, len(client.data.validation)))
-        return len(client.data.train)
+    def _check(self, task: ClientTask, samples: int) -> None:
+        """Raise NotFusableError where a task cannot be carried out on a stack."""
+        if task.kind not in WORK:
+            raise NotFusableError(f"tasks of the kind {task.kind!r}")
+        if task.kind == "evaluate" and task.threat is not None and task.attack != "pgd":
+            raise NotFusableError(f"attack {task.attack!r}")
+        if task.kept or task.adversarial_statistics:
+            raise NotFusableError("sub-networks" if task.kept else "two sets of norm statistics")
+        if task.kind == "train" and min(_sizes(task, samples)) < 2:
+            raise NotFusableError("a batch of a single sample")
+        program = self._program(*self._span(task))
+        if bool(program.dense) == (task.kind == "measure"):
+            raise NotFusableError("measuring class scores" if program.dense else "a model without a linear layer")
+        if task.frozen and task.kind != "evaluate" and self._program(*self._prefix(task)).dense:
+            raise NotFusableError("a linear layer in front of a convolution")
+        if self._activations(task, samples) > self._limits.activations:
+            raise NotFusableError(f"{samples} samples of one client at once, which need more memory than there is")
 
-    def _span(self, task: ClientTask) -> tuple[str, int, int, int | None]:
+    def _samples(self, task: ClientTask) -> int:
+        data = self._client(task.client).data
+        if task.kind == "evaluate":
+            return len(evaluated_positions(task, len(data.validation)))
+        return len(data.train)
+
+    @staticmethod
+    def _span(task: ClientTask) -> tuple[str, int, int, int | None]:
         """Return architecture, first and last atom and exit of what a task runs."""
         first = 0 if task.kind == "evaluate" else task.first
         return task.architecture, first, task.last, task.head
+
+    @staticmethod
+    def _prefix(task: ClientTask) -> tuple[str, int, int, None]:
+        """Return the same for what lies in front of it."""
+        return task.architecture, 0, task.first, None
+
+    def _program(self, *span: Any) -> Program:
+        """Read a span once, also where it is refused."""
+        if span not in self._programs:
+            try:
+                self._programs[span] = self._read(*span)
+            except NotFusableError as reason:
+                self._programs[span] = str(reason)
+        found = self._programs[span]
+        if isinstance(found, str):
+            raise NotFusableError(found)
+        return found
 
     def _read(self, architecture: str, first: int, last: int, head: int | None) -> Program:
         workspace = self._workspaces[architecture]
         shape = feature_shape(workspace, first)
         return read_program(workspace.chain, first, last, head, shape, workspace.classes)
+
+    def _activations(self, task: ClientTask, samples: int) -> int:
+        """Return how many bytes of activations one client of a group needs."""
+        program = self._program(*self._span(task))
+        together = min(samples, task.training.batch) if task.training and task.kind == "train" else samples
+        _, height, width = program.shape
+        elements = 0
+        for block in program.blocks:
+            elements += 2 * block.outputs * height * width
+            height, width = (height // 2, width // 2) if block.pool else (height, width)
+        return self._backend.compute.itemsize * elements * together
+
+    def _chunks(self, tasks: Sequence[ClientTask]) -> Iterator[Sequence[ClientTask]]:
+        """Cut a group so that the activations of each part fit."""
+        size = self._activations(tasks[0], self._samples(tasks[0]))
+        most = max(1, self._limits.activations // size)
+        # Parts of one size need one plan.
+        parts = math.ceil(len(tasks) / most)
+        each = math.ceil(len(tasks) / parts)
+        for start in range(0, len(tasks), each):
+            yield tasks[start : start + each]
 
     def _say(self, text: str) -> None:
         if text not in self._said:
@@ -132,15 +205,14 @@ class StackedEngine:
             log.warning(text)
 
     def _job(self, task: ClientTask) -> _Job:
-        before = task.round if task.kind == "train" else task.round + 1
         layers = self._workspaces[task.architecture].layers
-        own = layers.get(task.architecture, task.client, task.timeline, before) or {}
-        return _Job(task, self._plain.client(task.client), own)
+        own = layers.get(task.architecture, task.client, task.timeline, layers_before(task)) or {}
+        return _Job(task, self._client(task.client), own)
 
     def _plan(self, key: Hashable, make: Callable[[], P]) -> P:
-        """Return a plan that is kept, or make it; the one that was not used for longest goes."""
+        """Return a plan that is kept, or make it; those not used for longest make room."""
         if key not in self._plans:
-            while len(self._plans) >= PLANS:
+            while self._plans and sum(plan.nbytes for plan in self._plans.values()) > self._limits.plans:
                 self._plans.popitem(last=False)
             self._plans[key] = make()
         self._plans.move_to_end(key)
@@ -150,10 +222,6 @@ class StackedEngine:
     # Training.
 
     def _train(self, jobs: Sequence[_Job]) -> Iterator[ClientUpdate]:
-        for part in self._chunks(jobs, jobs[0].task.training.batch if jobs[0].task.training else 1):
-            yield from self._train_together(part)
-
-    def _train_together(self, jobs: Sequence[_Job]) -> Iterator[ClientUpdate]:
         task = jobs[0].task
         assert task.training is not None
         program, samples = self._program(*self._span(task)), len(jobs[0].client.data.train)
@@ -163,10 +231,9 @@ class StackedEngine:
             ("train", program, len(group), samples, constant, threat),
             lambda: TrainingPlan(program, self._backend, len(group), samples, constant, threat),
         )
-        inputs = self._training_inputs(group)
-        data = [(x, self._labels_of(job, "train", job.client.data.train)) for job, x in zip(group, inputs, strict=True)]
+        data = [(self._inputs(job), self._labels(job, "train", job.client.data.train)) for job in group]
         plan.load(self._parameters(group), data, task.training, task.threat)
-        plan.run(self._schedule(group, samples), _seed(jobs))
+        plan.run(self._schedule(group, samples), _seeds(group))
         yield from self._updates(jobs, plan, task.training)
 
     def _schedule(self, jobs: Sequence[_Job], samples: int) -> Iterator[Tensor]:
@@ -180,13 +247,13 @@ class StackedEngine:
 
     def _updates(self, jobs: Sequence[_Job], plan: TrainingPlan, hyper: LocalTraining) -> Iterator[ClientUpdate]:
         tensors, losses, sound = plan.results()
-        task = jobs[0].task
-        chain = self._workspaces[task.architecture].chain
-        own_names = [name for name in chain.local(task.first, task.last) if name in tensors]
-        layers = {name: tensors[name].cpu() for name in own_names}
+        task, workspace = jobs[0].task, self._workspaces[jobs[0].task.architecture]
+        chain = workspace.chain
+        names = [name for name in chain.local(task.first, task.last) if name in tensors]
+        layers = brought_home({name: tensors[name] for name in names})
         sent = [name for name in tensors if name not in layers]
         for number, (job, loss, finite) in enumerate(zip(jobs, losses, sound, strict=False)):
-            task, workspace = job.task, self._workspaces[job.task.architecture]
+            task = job.task
             local = {name: values[number] for name, values in layers.items()}
             kept = {**job.own, **local, **self._counters(chain, task, job.own, workspace, hyper.iterations)}
             loss = loss if finite else math.nan
@@ -214,20 +281,18 @@ class StackedEngine:
     # Evaluation and measuring.
 
     def _evaluate(self, jobs: Sequence[_Job]) -> Iterator[ClientUpdate]:
-        samples = self._samples(jobs[0].task, jobs[0].client)
-        for part in self._chunks(jobs, samples):
-            counts = self._answered(part, samples, [self._held_out(job) for job in part])
-            for number, job in enumerate(part):
-                metrics = {"samples": float(samples), **{name: values[number] for name, values in counts.items()}}
-                yield _answer(job, shard_weight(job.client), metrics)
+        samples = self._samples(jobs[0].task)
+        counts = self._answered(jobs, samples, [self._held_out(job) for job in jobs])
+        for number, job in enumerate(jobs):
+            metrics = {"samples": float(samples), **{name: values[number] for name, values in counts.items()}}
+            yield _answer(job, shard_weight(job.client), metrics)
 
     def _measure(self, jobs: Sequence[_Job]) -> Iterator[ClientUpdate]:
-        samples = self._samples(jobs[0].task, jobs[0].client)
+        samples = self._samples(jobs[0].task)
         unlabelled = torch.zeros(samples, dtype=torch.long, device=self._backend.device)
-        for part in self._chunks(jobs, samples):
-            found = self._answered(part, samples, [(x, unlabelled) for x in self._training_inputs(part)])
-            for job, magnitude in zip(part, found["magnitude"], strict=True):
-                yield _answer(job, float(samples), {"samples": float(samples), "magnitude": magnitude})
+        found = self._answered(jobs, samples, [(self._inputs(job), unlabelled) for job in jobs])
+        for job, magnitude in zip(jobs, found["magnitude"], strict=True):
+            yield _answer(job, float(samples), {"samples": float(samples), "magnitude": magnitude})
 
     def _answered(
         self, jobs: Sequence[_Job], samples: int, data: Sequence[tuple[Tensor, Tensor]]
@@ -240,13 +305,16 @@ class StackedEngine:
             (task.kind, program, clients, samples, threat),
             lambda: EvaluationPlan(program, self._backend, clients, samples, threat, measures),
         )
-        return plan.run(self._parameters(jobs), data, task.threat, _seed(jobs))
+        return plan.run(self._parameters(jobs), data, task.threat, _seeds(jobs))
 
     def _held_out(self, job: _Job) -> tuple[Tensor, Tensor]:
         """Return the images and labels that an evaluation is about."""
         examples = job.client.data.validation
-        positions = evaluated_positions(job.task, len(examples)).to(self._backend.device)
-        images, labels = self._images(job, "validation", examples), self._labels_of(job, "validation", examples)
+        images, labels = self._images(job, "validation", examples), self._labels(job, "validation", examples)
+        chosen = evaluated_positions(job.task, len(examples))
+        if len(chosen) == len(examples):
+            return images, labels
+        positions = chosen.to(self._backend.device)
         return images[positions], labels[positions]
 
     # What tasks are loaded with.
@@ -260,68 +328,35 @@ class StackedEngine:
             found.append({**workspace.initial, **job.own, **frozen, **job.task.parameters})
         return found
 
-    def _training_inputs(self, jobs: Sequence[_Job]) -> list[Tensor]:
+    def _inputs(self, job: _Job) -> Tensor:
         """Return what atom `first` reads for every training sample: images, or features that stay on the device."""
-        if not jobs[0].task.frozen:
-            return [self._images(job, "train", job.client.data.train) for job in jobs]
-        keys = [self._feature_key(job) for job in jobs]
-        missing = [job for job, key in zip(jobs, keys, strict=True) if key not in self._inputs]
-        found = dict(zip([self._feature_key(job) for job in missing], self._features(missing), strict=True))
-        inputs = [found[key] if key in found else self._inputs[key] for key in keys]
-        for key, value in found.items():
-            self._keep(key, value)
-        return inputs
-
-    def _feature_key(self, job: _Job) -> Hashable:
+        if not job.task.frozen:
+            return self._images(job, "train", job.client.data.train)
         chain = self._workspaces[job.task.architecture].chain
         own = digest({name: job.own[name] for name in chain.local(0, job.task.first) if name in job.own})
-        return "features", job.task.client, tuple(module.digest for module in job.task.frozen), own
+        key = "features", job.task.client, tuple(module.digest for module in job.task.frozen), own
+        return self._resident.get(key, lambda: self._features(job))
 
-    def _features(self, jobs: Sequence[_Job]) -> Iterator[Tensor]:
-        """Run the frozen prefix of every client over its training samples, in evaluation mode."""
-        for job in jobs:
-            task = job.task
-            program = self._program(task.architecture, 0, task.first, None)
-            folded = Folded(program, self._backend.kernels, self._backend.compute)
-            folded.fold(folded.layout.stacked(self._parameters([job]), self._backend.device))
-            images = self._images(job, "train", job.client.data.train).unsqueeze(0)
-            yield torch.cat([folded.features(part)[0] for part in torch.split(images, task.batch, dim=1)])
+    def _features(self, job: _Job) -> Tensor:
+        """Run a client's frozen prefix over its training samples, in evaluation mode."""
+        program = self._program(*self._prefix(job.task))
+        folded = Folded(program, self._backend.kernels, self._backend.compute)
+        folded.fold(folded.layout.stacked(self._parameters([job]), self._backend.device))
+        images = self._images(job, "train", job.client.data.train).unsqueeze(0)
+        parts = [folded.features(part)[0] for part in torch.split(images, job.task.batch, dim=1)]
+        # The padding of channels is the kernels' own affair.
+        return torch.cat(parts)[..., : program.feature[0]].contiguous()
 
     def _images(self, job: _Job, part: str, examples: LocalExamples) -> Tensor:
-        key = ("images", job.task.client, part)
-        if key not in self._inputs:
+        def fetch() -> Tensor:
             images = examples.fetch(torch.arange(len(examples))).to(self._backend.device)
-            self._keep(key, images.permute(0, 2, 3, 1).contiguous())
-        self._inputs.move_to_end(key)
-        return self._inputs[key]
+            return images.permute(0, 2, 3, 1).contiguous()
 
-    def _labels_of(self, job: _Job, part: str, examples: LocalExamples) -> Tensor:
-        key = (job.task.client, part)
-        if key not in self._labels:
-            self._labels[key] = examples.labels.to(self._backend.device)
-        return self._labels[key]
+        return self._resident.get(("images", job.task.client, part), fetch)
 
-    def _keep(self, key: Hashable, value: Tensor) -> None:
-        """Let inputs stay on the device; those not used for longest make room."""
-        self._inputs[key] = value
-        while sum(kept.nbytes for kept in self._inputs.values()) > self._limits.resident and len(self._inputs) > 1:
-            self._inputs.popitem(last=False)
-
-    def _chunks(self, jobs: Sequence[_Job], samples: int) -> Iterator[Sequence[_Job]]:
-        """Cut a group so that the activations of each part fit."""
-        program = self._program(*self._span(jobs[0].task))
-        _, height, width = program.shape
-        elements = 0
-        for block in program.blocks:
-            elements += 2 * block.outputs * height * width
-            height, width = (height // 2, width // 2) if block.pool else (height, width)
-        size = self._backend.compute.itemsize * elements * samples
-        most = max(1, self._limits.activations // max(size, 1))
-        # Parts of one size need one plan.
-        parts = math.ceil(len(jobs) / most)
-        each = math.ceil(len(jobs) / parts)
-        for start in range(0, len(jobs), each):
-            yield jobs[start : start + each]
+    def _labels(self, job: _Job, part: str, examples: LocalExamples) -> Tensor:
+        key = ("labels", job.task.client, part)
+        return self._resident.get(key, lambda: examples.labels.to(self._backend.device))
 
 
 WORK: Mapping[str, Callable[[StackedEngine, Sequence[_Job]], Iterator[ClientUpdate]]] = {
@@ -329,6 +364,8 @@ WORK: Mapping[str, Callable[[StackedEngine, Sequence[_Job]], Iterator[ClientUpda
     "evaluate": StackedEngine._evaluate,
     "measure": StackedEngine._measure,
 }
+EFFORTLESS = ("report", "adopt")
+"""Tasks that compute nothing: where they are carried out is not worth a word."""
 
 
 def evaluated_positions(task: ClientTask, available: int) -> Tensor:
@@ -343,6 +380,15 @@ def feature_shape(workspace: Workspace, first: int) -> tuple[int, ...]:
     probe = torch.zeros((1, *workspace.input_shape), device=workspace.device)
     with torch.no_grad(), workspace.chain.mode(0, first, training=False):
         return tuple(workspace.chain.run(probe, 0, first).shape[1:])
+
+
+def brought_home(stacks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return stacks of all clients in the host's memory, in one transfer."""
+    if not stacks:
+        return {}
+    flat = torch.cat([stack.flatten(1) for stack in stacks.values()], dim=1).cpu()
+    parts = torch.split(flat, [stack[0].numel() for stack in stacks.values()], dim=1)
+    return {name: part.reshape(stack.shape) for (name, stack), part in zip(stacks.items(), parts, strict=True)}
 
 
 def _sizes(task: ClientTask, samples: int) -> set[int]:
@@ -369,8 +415,7 @@ def _constant(threat: ThreatModel | None) -> ThreatModel | None:
     return threat if threat is None or threat.harmless else replace(threat, radius=1.0, step=1.0)
 
 
-def _seed(jobs: Sequence[_Job]) -> int:
-    """Return the seed of a group's draws: it depends on who is in the group."""
-    task = jobs[0].task
-    who = [number for job in jobs for number in (job.task.client, job.task.number)]
-    return draw_key(task.seed, f"fast {task.kind}", task.round, *who)
+def _seeds(jobs: Sequence[_Job]) -> list[int]:
+    """Return the seed of each task's draws: it does not depend on who else is in the group."""
+    tasks = [job.task for job in jobs]
+    return [draw_key(t.seed, f"fast {t.kind}", t.round, t.client, t.part[0] if t.part else 0) for t in tasks]

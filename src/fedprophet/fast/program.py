@@ -6,7 +6,7 @@ and ends in dense layers: the backbone's own classifier, or an auxiliary head. W
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,13 @@ class Block:
     momentum: float
     pool: bool = False
 
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The state-dict names of what it computes with."""
+        bias = (f"{self.convolution}.bias",) if self.bias else ()
+        parts = ("weight", "bias", "running_mean", "running_var")
+        return (f"{self.convolution}.weight", *bias, *(f"{self.norm}.{part}" for part in parts))
+
 
 @dataclass(frozen=True)
 class Dense:
@@ -47,11 +54,17 @@ class Dense:
     relu: bool = False
     dropout: float = 0.0
 
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The state-dict names of what it computes with."""
+        return (f"{self.name}.weight", *((f"{self.name}.bias",) if self.bias else ()))
+
 
 @dataclass(frozen=True)
 class Program:
     """Blocks, then an exit: the feature is averaged to `side` × `side` positions (None: left alone) and goes through
-    `dense`. `convex`: the exit is an auxiliary head, so the feature before it has the strong-convexity term.
+    `dense`. Without dense layers the feature is what comes out. `convex`: the exit is an auxiliary head, so the feature
+    before it has the strong-convexity term.
     """
 
     shape: tuple[int, int, int]
@@ -61,6 +74,12 @@ class Program:
     side: int | None
     dense: tuple[Dense, ...]
     convex: bool
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The state-dict names of all that it computes with."""
+        blocks = [name for block in self.blocks for name in block.tensors]
+        return (*blocks, *(name for layer in self.dense for name in layer.tensors))
 
     @property
     def feature(self) -> tuple[int, int, int]:
@@ -88,18 +107,24 @@ def read_program(
         raise NotFusableError(f"it begins with {parser.here()}, not with a 3×3 convolution, a batch norm and a ReLU")
     side, dense = parser.exit()
     parser.end()
-    body = Program((channels, height, width), normalize, blocks, side, tuple(dense), convex=head is not None)
+    program = Program((channels, height, width), normalize, blocks, side, tuple(dense), convex=False)
+    _check_tensors(chain, first, last, program)
     if head is not None:
-        if dense:
-            raise NotFusableError("an auxiliary head behind a linear layer")
-        pool = head_shape(body.feature, classes)
-        if pool.pool is not None and pool.pool[0] != pool.pool[1]:
-            raise NotFusableError("an auxiliary head that pools to a rectangle")
-        side = None if pool.pool is None else pool.pool[0]
-        exit_ = Dense(f"heads.{head}", pool.inputs, classes, bias=True)
-        body = Program(body.shape, normalize, blocks, side, (exit_,), convex=True)
-    _check_sizes(body)
-    return body
+        program = _with_head(program, head, classes)
+    _check_sizes(program)
+    return program
+
+
+def _with_head(body: Program, head: int, classes: int) -> Program:
+    """Return a program that ends in the auxiliary head of a module."""
+    if body.dense:
+        raise NotFusableError("an auxiliary head behind a linear layer")
+    shape = head_shape(body.feature, classes)
+    if shape.pool is not None and shape.pool[0] != shape.pool[1]:
+        raise NotFusableError("an auxiliary head that pools to a rectangle")
+    side = None if shape.pool is None else shape.pool[0]
+    dense = Dense(f"heads.{head}", shape.inputs, classes, bias=True)
+    return replace(body, side=side, dense=(dense,), convex=True)
 
 
 def _layers(atom: Atom) -> Iterator[nn.Module]:
@@ -115,9 +140,13 @@ def _layers(atom: Atom) -> Iterator[nn.Module]:
 
 
 def _flat(module: nn.Module) -> Iterator[nn.Module]:
-    if isinstance(module, nn.Sequential):
-        for child in module:
-            yield from _flat(child)
+    """Yield the layers of a module, after a look at whether calling it is all that happens when it is called."""
+    hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    if any(hooks) or "forward" in vars(module):
+        raise NotFusableError(f"hooks on a layer {type(module).__name__}")
+    if type(module).forward is nn.Sequential.forward:
+        for child in module._modules.values():
+            yield from _flat(child) if child is not None else ()
     else:
         yield module
 
@@ -129,24 +158,28 @@ def _called(program: Traced) -> Iterator[nn.Module]:
     """Yield the layers of a traced program whose operations follow each other in one line."""
     before: fx.Node | None = None
     for node in program.code.graph.nodes:
+        in_line = node.args[:1] == (before,)
         if node.op == "placeholder" and before is None:
             before = node
-        elif node.op == "output":
+        elif node.op == "output" and in_line:
             return
-        elif node.op == "call_module" and node.args == (before,):
+        elif node.op == "call_module" and in_line and len(node.args) == 1 and not node.kwargs:
             yield from _flat(program.code.get_submodule(str(node.target)))
             before = node
-        elif _is_flatten(node, before):
+        elif in_line and _is_flatten(node):
             yield _FLATTEN
             before = node
+        elif node.op == "placeholder":
+            raise NotFusableError("a tensor that no layer of torch's own holds")
         else:
-            raise NotFusableError(f"operation {node.target!s}")
+            raise NotFusableError(f"operation {getattr(node.target, '__name__', node.target)}")
 
 
-def _is_flatten(node: fx.Node, before: fx.Node | None) -> bool:
-    is_flatten = node.target == "flatten" if node.op == "call_method" else node.target is torch.flatten
-    start = node.args[1] if len(node.args) > 1 else node.kwargs.get("start_dim", 0)
-    return bool(is_flatten and node.args[0] is before and start == 1 and len(node.args) <= 2)
+def _is_flatten(node: fx.Node) -> bool:
+    """Whether a node makes one vector of each sample."""
+    named = node.target == "flatten" if node.op == "call_method" else node.target is torch.flatten
+    given = dict(zip(("start_dim", "end_dim"), node.args[1:], strict=False)) | dict(node.kwargs)
+    return named and given in ({"start_dim": 1}, {"start_dim": 1, "end_dim": -1})
 
 
 class _Parser:
@@ -161,9 +194,9 @@ class _Parser:
         """Return what comes next, for an error."""
         return type(self._layers[self._at]).__name__ if self._at < len(self._layers) else "its end"
 
-    def take(self, kind: Any) -> Any:
-        """Return the next layer where it is of this kind, else None."""
-        if self._at < len(self._layers) and isinstance(self._layers[self._at], kind):
+    def take(self, kind: type[nn.Module]) -> Any:
+        """Return the next layer where it is of exactly this kind, else None: a subclass may do anything."""
+        if self._at < len(self._layers) and type(self._layers[self._at]) is kind:
             self._at += 1
             return self._layers[self._at - 1]
         return None
@@ -175,9 +208,12 @@ class _Parser:
     def blocks(self) -> Iterator[Block]:
         while (convolution := self.take(nn.Conv2d)) is not None:
             _check_convolution(convolution)
-            norm, relu = self.take(nn.BatchNorm2d), self.take(nn.ReLU)
-            if norm is None or relu is None or not norm.affine or norm.momentum is None or norm.running_mean is None:
+            norm = self.take(nn.BatchNorm2d)
+            if norm is None:
                 raise NotFusableError(f"a convolution that is followed by {self.here()}")
+            _check_norm(norm)
+            if self.take(nn.ReLU) is None:
+                raise NotFusableError(f"a batch norm that is followed by {self.here()}")
             pool = self.take(nn.MaxPool2d)
             if pool is not None and not _halves(pool):
                 raise NotFusableError(f"a pool other than 2×2: {pool}")
@@ -193,29 +229,29 @@ class _Parser:
             )
 
     def exit(self) -> tuple[int | None, list[Dense]]:
-        pool = self.take(nn.AdaptiveAvgPool2d)
-        side = None
-        if pool is not None:
-            size = pool.output_size
-            side = size if isinstance(size, int) else size[0]
-            if not isinstance(side, int) or (not isinstance(size, int) and size[1] != side):
-                raise NotFusableError(f"a pool to a rectangle: {pool}")
-        if self.take(nn.Flatten) is None and pool is not None:
-            raise NotFusableError(f"a pool that is followed by {self.here()}")
-        dense = []
+        pool, flatten = self.take(nn.AdaptiveAvgPool2d), self.take(nn.Flatten)
+        if flatten is not None and (flatten.start_dim, flatten.end_dim) != (1, -1):
+            raise NotFusableError(f"a flattening of other dimensions: {flatten}")
+        dense = list(self._dense())
+        if dense and flatten is None:
+            raise NotFusableError("a linear layer behind a feature that is not flattened")
+        if not dense and (pool is not None or flatten is not None):
+            raise NotFusableError(f"an average or a flattening that is followed by {self.here()}")
+        return (None if pool is None else _side(pool)), dense
+
+    def _dense(self) -> Iterator[Dense]:
         while (layer := self.take(nn.Linear)) is not None:
             relu, dropout = self.take(nn.ReLU), self.take(nn.Dropout)
-            dense.append(
-                Dense(
-                    self._names[id(layer)],
-                    layer.in_features,
-                    layer.out_features,
-                    layer.bias is not None,
-                    relu is not None,
-                    dropout.p if dropout is not None else 0.0,
-                )
+            if dropout is not None and dropout.p == 1:
+                raise NotFusableError("a dropout that keeps nothing")
+            yield Dense(
+                self._names[id(layer)],
+                layer.in_features,
+                layer.out_features,
+                layer.bias is not None,
+                relu is not None,
+                dropout.p if dropout is not None else 0.0,
             )
-        return side, dense
 
     def end(self) -> None:
         if self._at < len(self._layers):
@@ -228,10 +264,44 @@ def _check_convolution(layer: nn.Conv2d) -> None:
         raise NotFusableError(f"a convolution other than 3×3 with stride 1 and padding 1: {layer}")
 
 
+def _check_norm(layer: nn.BatchNorm2d) -> None:
+    if not layer.affine:
+        raise NotFusableError("a batch norm without an affine transformation")
+    if not layer.track_running_stats or layer.running_mean is None:
+        raise NotFusableError("a batch norm that keeps no statistics")
+    if layer.momentum is None:
+        raise NotFusableError("a batch norm without a momentum")
+
+
+def _side(pool: nn.AdaptiveAvgPool2d) -> int:
+    size: Any = pool.output_size
+    sides = {size} if isinstance(size, int) else set(size or ())
+    side = sides.pop() if len(sides) == 1 else None
+    if side is None:
+        raise NotFusableError(f"an average to a rectangle: {pool}")
+    return int(side)
+
+
 def _halves(pool: nn.MaxPool2d) -> bool:
     two = ((2, 2), 2)
     plain = pool.kernel_size in two and pool.stride in two and pool.padding in ((0, 0), 0)
     return plain and pool.dilation in ((1, 1), 1) and not pool.ceil_mode
+
+
+def _check_tensors(chain: Chain, first: int, last: int, program: Program) -> None:
+    """Refuse what a stack of the program's layers would not train as the plain path does."""
+    used = program.tensors
+    tensors = chain.tensors
+    if len({id(tensors[name]) for name in used}) < len(used):
+        raise NotFusableError("a layer, or a parameter of one, that is used twice")
+    for name in (*chain.shared(first, last), *chain.local(first, last)):
+        if name not in used and not name.endswith(".num_batches_tracked"):
+            raise NotFusableError(f"tensor {name}, which no layer computes with")
+    for name in used:
+        if tensors[name].dtype != torch.float32:
+            raise NotFusableError(f"tensor {name} of type {tensors[name].dtype}")
+        if isinstance(tensors[name], nn.Parameter) and not tensors[name].requires_grad:
+            raise NotFusableError(f"parameter {name}, which is not to be trained")
 
 
 def _check_sizes(program: Program) -> None:
@@ -240,6 +310,8 @@ def _check_sizes(program: Program) -> None:
         if block.pool and (height % 2 or width % 2):
             raise NotFusableError(f"a pool of {height}×{width} positions, which do not halve")
         height, width = (height // 2, width // 2) if block.pool else (height, width)
+    if program.dense and height != width:
+        raise NotFusableError(f"a feature of {height}×{width} positions before its exit: no square")
     side = program.side
-    if side is not None and (height % side or width % side or height != width):
+    if side is not None and height % side:
         raise NotFusableError(f"an average of {height}×{width} positions to {side}×{side}")

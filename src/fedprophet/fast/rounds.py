@@ -119,16 +119,15 @@ class TrainingPlan:
         if self._attack is not None and threat is not None:
             self._attack.set(threat)
 
-    def run(self, batches: Iterator[Tensor], seed: int) -> None:
-        """Do one local iteration for each batch: K×N positions of the samples of every client."""
+    def run(self, batches: Iterator[Tensor], seeds: Sequence[int]) -> None:
+        """Do one local iteration for each batch: K×N positions of the samples of every client, one seed for each."""
         for number, positions in enumerate(batches):
             size = positions.shape[1]
             if size not in self._iterations:
                 self._iterations[size] = self._captured(positions)
             iteration = self._iterations[size]
             iteration.positions.copy_(positions)
-            iteration.draws.seed(key(seed, "iteration", number))
-            iteration.draws.renew()
+            iteration.draws.renew([key(seed, "iteration", number) for seed in seeds])
             iteration.run()
 
     def _captured(self, positions: Tensor) -> _Iteration:
@@ -156,12 +155,21 @@ class TrainingPlan:
         return iteration
 
     def results(self) -> tuple[dict[str, Tensor], list[float], list[bool]]:
-        """Return the clients' tensors (clients first), their mean losses, and whose tensors are all finite."""
+        """Return all clients' tensors, one behind the other, their mean losses, and whose tensors are all finite."""
         assert self.training is not None
         stacks = self.training.stacks
-        losses = (self.training.losses / self.hyper.iterations).tolist()
         finite = torch.stack([torch.isfinite(stack).flatten(1).all(dim=1) for stack in stacks.values()]).all(dim=0)
-        return self.layout.clients(stacks), losses, finite.tolist()
+        losses, sound = torch.stack([self.training.losses / self.hyper.iterations, finite.float()]).tolist()
+        return self.layout.clients(stacks), losses, [bool(value) for value in sound]
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory it holds on to, besides what a captured graph computes in."""
+        held = [self.inputs, self.labels]
+        if self.training is not None:
+            held += [*self.training.stacks.values(), *self.training.velocity.values()]
+        drawn = sum(iteration.draws.nbytes for iteration in self._iterations.values())
+        return sum(tensor.nbytes for tensor in held) + drawn + (self.folded.nbytes if self.folded else 0)
 
 
 @dataclass
@@ -192,7 +200,7 @@ class EvaluationPlan:
         parameters: Sequence[Tensors],
         data: Sequence[tuple[Tensor, Tensor]],
         threat: ThreatModel | None,
-        seed: int,
+        seeds: Sequence[int],
     ) -> dict[str, list[float]]:
         """Return counts of right answers, clean and attacked, or the mean shift of the feature, for every client."""
         layout = self.folded.layout
@@ -204,10 +212,14 @@ class EvaluationPlan:
             self._attack.set(threat)
         if self._captured is None:
             self._captured = self.backend.capture(self._measure if self.measures else self._evaluate)
-        self._draws.seed(seed)
-        self._draws.renew()
+        self._draws.renew(seeds)
         self._captured()
         return {name: value.tolist() for name, value in self._found.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory it holds on to, besides what a captured graph computes in."""
+        return self.inputs.nbytes + self.labels.nbytes + self._draws.nbytes + self.folded.nbytes
 
     def _note(self, name: str, value: Tensor) -> None:
         """Keep a result in memory that stays where it is."""
@@ -226,7 +238,9 @@ class EvaluationPlan:
         self._note("adversarial", self._right(attacked))
 
     def _measure(self) -> None:
-        assert self._attack is not None
+        if self._attack is None:
+            self._note("magnitude", torch.zeros(self.clients, device=self.backend.device))
+            return
         folded = self.folded
         clean = folded.features(self.inputs)
         attacked = self._attack.on(lambda z: folded.shift_gradient(z, clean), self.inputs, self._draws)

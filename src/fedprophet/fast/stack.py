@@ -14,100 +14,96 @@ from torch import Tensor
 
 from fedprophet.fast.draws import Draws
 from fedprophet.fast.kernels import Kernels
-from fedprophet.fast.program import Block, Dense, Program
+from fedprophet.fast.program import Dense, Program
 
 Tensors = Mapping[str, Tensor]
 
 
 class Layout:
-    """Where each tensor of a program lies in a stack, and back."""
+    """Where each tensor of a program lies in a stack, and back. All clients are moved at once."""
 
     def __init__(self, program: Program, multiple: int) -> None:
         self.program = program
         self.multiple = multiple
         self._side = program.side if program.side is not None else program.feature[1]
+        self._blocks = {name: block for block in program.blocks for name in block.tensors}
+        self._first = {name for layer in program.dense[:1] for name in layer.tensors}
 
     def padded(self, channels: int) -> int:
         """Return a number of channels, padded."""
         return -(-channels // self.multiple) * self.multiple
 
-    def stacked(self, parameters: Sequence[Tensors], device: torch.device) -> dict[str, Tensor]:
-        """Return the parameters of several clients as stacks; what all of them share lies in memory once."""
-        return {name: self._stack(name, [tensors[name] for tensors in parameters], device) for name in self.names()}
-
-    def _stack(self, name: str, values: Sequence[Tensor], device: torch.device) -> Tensor:
-        if all(value is values[0] for value in values):
-            one = self._into(name, values[0].to(device, torch.float32))
-            return one.expand(len(values), *one.shape)
-        # One transfer for all clients.
-        together = torch.stack(list(values)).to(device, torch.float32)
-        return torch.stack([self._into(name, value) for value in together])
-
-    def clients(self, stacks: Tensors) -> dict[str, Tensor]:
-        """Return the parameters of all clients under their own shapes, clients first, in memory of their own."""
-        return {name: self._out_of(name, stacks[name]).clone(memory_format=torch.contiguous_format) for name in stacks}
-
-    def names(self) -> list[str]:
+    def names(self) -> tuple[str, ...]:
         """Return the state-dict names of the program's tensors."""
-        return [*self._blocks(), *self._dense()]
+        return self.program.tensors
 
     def parameters(self) -> list[str]:
         """Return those that gradients change: all but the norm layers' statistics."""
         return [name for name in self.names() if not name.endswith((".running_mean", ".running_var"))]
 
-    def _blocks(self) -> dict[str, Block]:
-        found: dict[str, Block] = {}
-        for block in self.program.blocks:
-            parts = [f"{block.convolution}.weight", *([f"{block.convolution}.bias"] if block.bias else [])]
-            parts += [f"{block.norm}.{part}" for part in ("weight", "bias", "running_mean", "running_var")]
-            found |= dict.fromkeys(parts, block)
-        return found
+    def stacked(self, parameters: Sequence[Tensors], device: torch.device) -> dict[str, Tensor]:
+        """Return the parameters of several clients as stacks; what all of them share lies in memory once."""
+        first = parameters[0]
+        shared = {name for name in self.names() if all(tensors[name] is first[name] for tensors in parameters)}
+        stacks = {name: self._into(name, first[name].to(device).unsqueeze(0)) for name in shared}
+        stacks = {name: one.expand(len(parameters), *one.shape[1:]) for name, one in stacks.items()}
+        others: dict[torch.device, list[str]] = {}
+        for name in self.names():
+            if name not in shared:
+                others.setdefault(first[name].device, []).append(name)
+        for home, names in others.items():
+            together = moved([[tensors[name] for name in names] for tensors in parameters], home, device)
+            stacks |= {name: self._into(name, value) for name, value in zip(names, together, strict=True)}
+        return {name: stacks[name] for name in self.names()}
 
-    def _dense(self) -> dict[str, Dense]:
-        found: dict[str, Dense] = {}
-        for dense in self.program.dense:
-            parts = [f"{dense.name}.weight", *([f"{dense.name}.bias"] if dense.bias else [])]
-            found |= dict.fromkeys(parts, dense)
-        return found
+    def clients(self, stacks: Tensors) -> dict[str, Tensor]:
+        """Return the parameters of all clients under their own shapes, clients first, in memory of their own."""
+        return {
+            name: self._out_of(name, stacks[name]).clone(memory_format=torch.contiguous_format) for name in self.names()
+        }
 
-    def _into(self, name: str, value: Tensor) -> Tensor:
-        if value.ndim == 4:
-            taps = value.permute(2, 3, 1, 0).reshape(9, value.shape[1], value.shape[0])
-            wide = self.padded(value.shape[0]) - value.shape[0], self.padded(value.shape[1]) - value.shape[1]
-            return F.pad(taps, (0, wide[0], 0, wide[1]))
-        if value.ndim == 2:
-            return self._dense_into(name, value)
-        if name in self._blocks():
-            return F.pad(value, (0, self.padded(len(value)) - len(value)))
-        return value
+    def _into(self, name: str, values: Tensor) -> Tensor:
+        if values.ndim == 5:
+            clients, outputs, inputs, _, _ = values.shape
+            taps = values.permute(0, 3, 4, 2, 1).reshape(clients, 9, inputs, outputs)
+            return F.pad(taps, (0, self.padded(outputs) - outputs, 0, self.padded(inputs) - inputs))
+        if values.ndim == 3:
+            return self._dense_into(name, values)
+        return F.pad(values, (0, self.padded(values.shape[1]) - values.shape[1])) if name in self._blocks else values
 
-    def _out_of(self, name: str, stack: Tensor) -> Tensor:
-        blocks = self._blocks()
-        if name in blocks:
-            block = blocks[name]
-            if stack.ndim == 2:
-                return stack[:, : block.outputs]
-            kept = stack[:, :, : block.inputs, : block.outputs]
-            return kept.reshape(-1, 3, 3, block.inputs, block.outputs).permute(0, 4, 3, 1, 2)
-        return self._dense_out_of(name, stack) if stack.ndim == 3 else stack
+    def _out_of(self, name: str, values: Tensor) -> Tensor:
+        block = self._blocks.get(name)
+        if block is None:
+            return self._dense_out_of(name, values) if values.ndim == 3 else values
+        if values.ndim == 2:
+            return values[:, : block.outputs]
+        kept = values[:, :, : block.inputs, : block.outputs]
+        return kept.reshape(-1, 3, 3, block.inputs, block.outputs).permute(0, 4, 3, 1, 2)
 
-    def _dense_into(self, name: str, value: Tensor) -> Tensor:
+    def _dense_into(self, name: str, values: Tensor) -> Tensor:
         """Return in × out; the first layer reads positions before channels, and padded channels."""
-        outputs = value.shape[0]
-        if self._dense()[name] is self.program.dense[0]:
+        clients, outputs, _ = values.shape
+        if name in self._first:
             channels, side = self.program.feature[0], self._side
-            value = value.reshape(outputs, channels, side, side).permute(0, 2, 3, 1)
-            value = F.pad(value, (0, self.padded(channels) - channels)).reshape(outputs, -1)
-        return value.t().contiguous()
+            values = values.reshape(clients, outputs, channels, side, side).permute(0, 1, 3, 4, 2)
+            values = F.pad(values, (0, self.padded(channels) - channels)).reshape(clients, outputs, -1)
+        return values.transpose(1, 2).contiguous()
 
-    def _dense_out_of(self, name: str, stack: Tensor) -> Tensor:
-        stack = stack.transpose(1, 2)
-        if self._dense()[name] is not self.program.dense[0]:
-            return stack
-        clients, outputs, _ = stack.shape
-        channels, side = self.program.feature[0], self._side
-        positions = stack.reshape(clients, outputs, side, side, -1)[..., :channels]
-        return positions.permute(0, 1, 4, 2, 3).reshape(clients, outputs, -1)
+    def _dense_out_of(self, name: str, values: Tensor) -> Tensor:
+        values = values.transpose(1, 2)
+        clients, outputs, _ = values.shape
+        if name in self._first:
+            channels, side = self.program.feature[0], self._side
+            values = values.reshape(clients, outputs, side, side, -1)[..., :channels]
+            values = values.permute(0, 1, 4, 2, 3).reshape(clients, outputs, -1)
+        return values
+
+
+def moved(rows: Sequence[Sequence[Tensor]], home: torch.device, device: torch.device) -> list[Tensor]:
+    """Return the columns of a table of tensors as stacks on a device, all of them in one transfer."""
+    flat = torch.stack([torch.cat([value.to(home).reshape(-1) for value in row]) for row in rows]).to(device)
+    parts = torch.split(flat, [value.numel() for value in rows[0]], dim=1)
+    return [part.reshape(len(rows), *value.shape) for part, value in zip(parts, rows[0], strict=True)]
 
 
 @dataclass(frozen=True)
@@ -225,6 +221,12 @@ class Folded(Network):
         self.dense_weights: list[Tensor] = []
         self.dense_biases: list[Tensor | None] = []
 
+    @property
+    def nbytes(self) -> int:
+        """How much memory its copies of the parameters take."""
+        copies = (*self.forward_weights, *self.backward_weights, *self.shifts, *self.dense_weights, *self.dense_biases)
+        return sum(copy.nbytes for copy in copies if copy is not None)
+
     def fold(self, stacks: Tensors) -> None:
         """Take over the parameters; storage that is there already is written again, as a captured graph needs."""
         forward, shifts = [], []
@@ -263,7 +265,7 @@ class Folded(Network):
         gradient = (run.scores.softmax(dim=2) - targets).to(self.compute)
         gradient, _ = dense_backward(self.program.dense, self.dense_weights, run, gradient)
         gradient = self.unpooled(gradient, feature)
-        if self.program.convex:
+        if self.program.convex and strong_convexity:
             gradient = gradient + (strong_convexity * feature).to(self.compute)
         return self._back(saved, gradient)
 

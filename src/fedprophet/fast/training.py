@@ -17,6 +17,7 @@ class Training(Network):
         self, program: Program, kernels: Kernels, compute: torch.dtype, stacks: dict[str, Tensor], hyper: LocalTraining
     ) -> None:
         super().__init__(program, kernels, compute)
+        assert all(stack.is_contiguous() for stack in stacks.values())  # the step of SGD reads memory, not strides
         self.stacks = stacks
         self.hyper = hyper
         first = next(iter(stacks.values()))
@@ -127,7 +128,7 @@ class Training(Network):
         torch._fused_sgd_(
             [self.stacks[name] for name in names],
             [gradients[name].contiguous() for name in names],  # it reads memory, not strides
-            [self.velocity[name] for name in names],
+            [self.velocity[name] for name in names] if self.hyper.momentum else [],
             weight_decay=self.hyper.weight_decay,
             momentum=self.hyper.momentum,
             lr=self.learning_rate,

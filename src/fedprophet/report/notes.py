@@ -10,8 +10,9 @@ from fedprophet.runs.files import how_to_resume
 READING = (
     "Personalised: on each client's own held-out data, as in the paper. "
     "Global: the one exported model on the test set.",
-    "Memory is that of the cost model, not measured; MB is 10^6 bytes. Least: what a device must have to take part in "
-    "every round (the smallest task of each round, the largest of these over the rounds). Peak: the largest task.",
+    "Memory is that of the cost model, not measured; MB is 10^6 bytes. Least: with so much a device could have done "
+    "the smallest task of every round (where tasks grow with what clients can spare, it may need less). Peak: the "
+    "largest task.",
     "Time is simulated on the devices of the fleet: a round lasts as long as its slowest client. Network time (the "
     "slowest link of each round) is not part of it.",
 )

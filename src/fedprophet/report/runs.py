@@ -61,7 +61,7 @@ class Time:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that training takes in the cost model: the least that a device must have, and the largest task of all."""
+    """Bytes that training takes in the cost model: what the smallest task of every round fits, and the largest."""
 
     least: int
     peak: int

@@ -333,12 +333,17 @@ class Config(Section):
     seed: int = Field(default=0, ge=0, le=2**63 - 1, description="Seed of every random draw of the run.")
     rounds: int = Field(default=500, ge=1, description="Most rounds of a stage; a stage trains one module.")
     threads: int = Field(
-        default=0, ge=0, le=1024, description="CPU threads; 0 takes torch's own number, which the run then records."
+        default=0,
+        ge=0,
+        le=1024,
+        description="CPU cores to use: workers of one thread each, or threads of the plain engine; 0 takes torch's own "
+        "number, which the run then records.",
     )
-    engine: Literal["auto", "plain", "cuda"] = Field(
+    engine: Literal["auto", "plain", "workers", "cuda"] = Field(
         default="auto",
-        description='What carries the clients\' work out: "plain", one client after the other; "cuda", groups of '
-        'clients on a GPU; "auto": the GPU where there is one.',
+        description='What carries the clients\' work out: "plain", one client after the other; "workers", clients side '
+        'by side in processes; "cuda", groups of clients on a GPU; "auto": the GPU where there is one, else workers '
+        "where there are several cores.",
     )
     precision: Literal["bfloat16", "float32"] = Field(
         default="bfloat16", description='"cuda": numbers of activations and products; parameters are always float32.'

@@ -234,8 +234,9 @@ def simulated_seconds(records: Iterable[Record]) -> dict[str, float]:
 def training_memory(records: Iterable[Record]) -> dict[str, int] | None:
     """Return the bytes that clients' training takes in the cost model; None where the journal does not say.
 
-    `least_bytes` is what a device must have to take part in every round: in each round the client that was given the
-    smallest task counts, and over the rounds the largest of them. `peak_bytes` is the largest task of all.
+    With `least_bytes` a device could have done the smallest task of every round: in each round the smallest task
+    counts, and over the rounds the largest of these. Where tasks grow with what clients can spare, a device may need
+    less. `peak_bytes` is the largest task of all.
     """
     rounds = [
         [time.get("memory_bytes") for time in record["times"].values()] for record in records if record.get("times")

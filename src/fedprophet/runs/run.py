@@ -5,7 +5,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -177,18 +177,15 @@ def reopen(path: Path, model: nn.Module | Chain | None = None, dataset: Dataset 
 def play(run: Run, observer: Observer | None = None) -> Mapping[str, Any]:
     """Play rounds until the run is finished; return the closing summary."""
     observer = observer or Silent()
-    with _alone(run.files.path):
+    with closing(run.session), _alone(run.files.path):
         _check_inputs(run)
         observer.started(run.session, run.files.path, run.state.round)
         for note in run.notes:
             observer.note(note)
-        try:
-            state = _play_rounds(run, observer)
-            if not (run.files.results.exists() and run.files.model.exists()):
-                observer.finishing()
-                _finish(Run(run.files, run.session, state), observer)
-        finally:
-            run.session.features.clear()
+        state = _play_rounds(run, observer)
+        if not (run.files.results.exists() and run.files.model.exists()):
+            observer.finishing()
+            _finish(Run(run.files, run.session, state), observer)
     return read_results(run.files.path)
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from fedprophet import data, models
@@ -20,7 +19,7 @@ from fedprophet.client.task import BACKBONE
 from fedprophet.client.workspace import Workspace
 from fedprophet.data.dataset import Dataset
 from fedprophet.data.shards import ShardSettings
-from fedprophet.engines import Parts, make_engine
+from fedprophet.engines import Parts, cores, make_engine, threads_of
 from fedprophet.errors import ConfigError, FedProphetError, ModelError
 from fedprophet.fleet.availability import Availability
 from fedprophet.fleet.device import load_pool
@@ -61,14 +60,29 @@ class Session:
     notes: tuple[str, ...]
     """What the user should know before training begins, such as which starting weights were loaded."""
 
+    def close(self) -> None:
+        """Let go of cached features and of what the engine holds, such as processes; both come again when needed."""
+        self.features.clear()
+        close = getattr(self.engine, "close", None)
+        if close is not None:
+            close()
+
 
 def assemble(
     config: Config, clients: Path | None = None, model: nn.Module | Chain | None = None, dataset: Dataset | None = None
 ) -> Session:
     """Build a session; `clients` is the folder where the clients' own layers are kept (None: in memory)."""
+    # Resolved here: while it is assembled torch may have another number of threads.
+    threads = cores(config)
+    with threads_of(config):
+        return _assembled(config, threads, clients, model, dataset)
+
+
+def _assembled(
+    config: Config, threads: int, clients: Path | None, model: nn.Module | Chain | None, dataset: Dataset | None
+) -> Session:
     with _about("method"):
         method = find_method(config.method)
-    torch.set_num_threads(config.threads or torch.get_num_threads())
     dataset = _dataset(config, dataset)
     population = _population(config, dataset, method.distills)
     chain, normalize, notes = _start(config, dataset, model)
@@ -87,13 +101,14 @@ def assemble(
         name: Workspace(member, dataset.shape, dataset.classes, frozen, layers, features)
         for name, member in {BACKBONE: chain, **{name: member.chain for name, member in family.items()}}.items()
     }
-    engine = make_engine(Parts(population, workspaces, budget, config))
+    algorithm = method.method(world)
+    engine = make_engine(Parts(population, workspaces, budget, config.model_copy(update={"threads": threads})))
     return Session(
         config=config,
         dataset=dataset,
         population=population,
         world=world,
-        method=method.method(world),
+        method=algorithm,
         engine=engine,
         layers=layers,
         features=features,
@@ -149,8 +164,8 @@ def _start(config: Config, dataset: Dataset, given: nn.Module | Chain | None) ->
     normalize = Normalize(dataset.mean, dataset.std)
     if given is not None and config.model.weights:
         raise ConfigError(
-            f"model.weights: given {config.model.weights!r}, but a model that is handed over starts from the weights it "
-            'has. Load them into it before, and leave model.weights empty ("")'
+            f"model.weights: given {config.model.weights!r}, but a model that is handed over starts from the weights "
+            'it has. Load them into it before, and leave model.weights empty ("")'
         )
     if isinstance(given, Chain):
         return _Start(deepcopy(given), normalize)

@@ -1,0 +1,147 @@
+"""The machine that something is measured on: its parts and versions, its clock, its memory, its matrix products."""
+
+import importlib.metadata
+import os
+import platform
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedprophet.randomness import generator
+from fedprophet.version import __version__
+
+PROC = Path("/proc")
+PRODUCT_SIDE = {"cuda": 8192, "cpu": 2048}
+PRODUCT_TYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}
+PRODUCT_SECONDS = 0.5
+"""How long products are repeated: short enough to wait for, long enough for a clock to settle."""
+
+
+def has_gpu() -> bool:
+    """Whether torch finds a GPU."""
+    return torch.cuda.is_available()
+
+
+def cores() -> int:
+    """Return the cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def processor() -> str:
+    """Return the name of the processor where the system tells it."""
+    try:
+        lines = (PROC / "cpuinfo").read_text().splitlines()
+    except OSError:
+        return f"{platform.machine()} processor"
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else f"{platform.machine()} processor"
+
+
+def describe() -> dict[str, Any]:
+    """Return what a reader must know of the machine to trust or repeat a number."""
+    return {
+        "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        "processor": processor(),
+        "cores": cores(),
+        "memory_bytes": _total_memory(),
+        "load": round(os.getloadavg()[0], 2),
+        "gpu": torch.cuda.get_device_name() if has_gpu() else None,
+        "gpu_memory_bytes": torch.cuda.get_device_properties(0).total_memory if has_gpu() else None,
+        "cuda": torch.version.cuda if has_gpu() else None,
+        "triton": _version("triton") if has_gpu() else None,
+        "tf32": {
+            "convolutions": torch.backends.cudnn.allow_tf32,
+            "products": torch.backends.cuda.matmul.allow_tf32,
+        }
+        if has_gpu()
+        else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "fedprophet": __version__,
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        module = sys.modules.get(package)
+        return getattr(module, "__version__", None)
+
+
+def _total_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def now() -> float:
+    """Return the clock's seconds, once everything that the GPU was given is done."""
+    if has_gpu():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def product_rate(device: str, seconds: float = PRODUCT_SECONDS, side: int | None = None) -> float:
+    """Return the FLOP/s of a large square matrix product on all of the machine, the best of several."""
+    side, kind = side or PRODUCT_SIDE[device], PRODUCT_TYPE[device]
+    draw = generator(0, "matrix product", device=device)
+    a, b = (torch.randn(side, side, generator=draw, device=device).to(kind) for _ in range(2))
+    result = torch.empty_like(a)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(cores())
+    try:
+        best, end = 0.0, now() + seconds
+        torch.mm(a, b, out=result)
+        while not best or now() < end:
+            began = now()
+            torch.mm(a, b, out=result)
+            best = max(best, 2 * side**3 / (now() - began))
+    finally:
+        torch.set_num_threads(threads)
+    return best
+
+
+# Memory. On a GPU it is what torch has allocated there, on a CPU the pages that are resident.
+
+
+def forget_peak(workers: Sequence[int] = ()) -> None:
+    """Let the next peak be that of what comes now, in this process and in those of its workers."""
+    if has_gpu():
+        torch.cuda.reset_peak_memory_stats()
+        return
+    for process in (os.getpid(), *workers):
+        with suppress(OSError):  # a system without this keeps the peak of the process's whole life
+            (PROC / str(process) / "clear_refs").write_text("5")
+
+
+def peak_bytes(workers: Sequence[int] = ()) -> int:
+    """Return the highest memory since `forget_peak`; pages that processes share count for each of them."""
+    if has_gpu():
+        return torch.cuda.max_memory_allocated()
+    own = _kept(os.getpid(), "VmHWM") or _life_peak()
+    return own + sum(_kept(process, "VmHWM") for process in workers)
+
+
+def resident_bytes() -> int:
+    """Return the memory that this process has now."""
+    return _kept(os.getpid(), "VmRSS") or _life_peak()
+
+
+def _kept(process: int, field: str) -> int:
+    """Return a field of a process's status in bytes; 0 where the system does not tell it."""
+    try:
+        lines = (PROC / str(process) / "status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{field}:")), 0)
+
+
+def _life_peak() -> int:
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,0 +1,70 @@
+"""Random images of a dataset's shape: how long training takes does not depend on what they show."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fedprophet.data.dataset import Dataset, from_examples
+from fedprophet.errors import ConfigError
+from fedprophet.randomness import generator
+from fedprophet.runs.config import DataSection
+
+POOL_BYTES = 16 * 2**20
+"""So much of images is drawn; a set has them again and again, which no engine notices."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a dataset looks like from outside."""
+
+    shape: tuple[int, ...]
+    classes: int
+    train: int
+    test: int
+
+
+SIZES: Mapping[str, Sizes] = {
+    "digits": Sizes((1, 8, 8), 10, 1_437, 360),
+    "cifar10": Sizes((3, 32, 32), 10, 50_000, 10_000),
+    "caltech256": Sizes((3, 224, 224), 256, 23_380, 6_400),
+}
+
+
+class SyntheticExamples:
+    """As many labelled images as asked for, out of a pool of random ones; classes follow each other."""
+
+    def __init__(self, sizes: Sizes, length: int, pool: Tensor) -> None:
+        self._labels = torch.arange(length) % sizes.classes
+        self._pool = pool
+
+    @property
+    def labels(self) -> Tensor:
+        return self._labels
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def fetch(self, indices: Tensor) -> Tensor:
+        return self._pool[indices % len(self._pool)].to(torch.float32).div_(255)
+
+
+def sizes_of(data: DataSection) -> Sizes:
+    """Return the sizes of a configuration's dataset."""
+    if data.name not in SIZES:
+        raise ConfigError(
+            f"data.name = {data.name!r}: random images can stand for {', '.join(SIZES)} alone. "
+            "Measure with the dataset itself: --real-data"
+        )
+    sizes = SIZES[data.name]
+    return replace(sizes, shape=(*sizes.shape[:1], data.size, data.size)) if data.size else sizes
+
+
+def synthetic(sizes: Sizes, seed: int) -> Dataset:
+    """Return a dataset of random images."""
+    count = max(2, min(sizes.train, POOL_BYTES // torch.Size(sizes.shape).numel()))
+    draw = generator(seed, "synthetic images")
+    pool = torch.randint(0, 256, (count, *sizes.shape), dtype=torch.uint8, generator=draw)
+    train, test = (SyntheticExamples(sizes, length, pool) for length in (sizes.train, sizes.test))
+    return from_examples(train, test, "random images")

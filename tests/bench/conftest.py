@@ -1,0 +1,16 @@
+"""A benchmark of seconds: the tiny run on random images of digits' shape."""
+
+import pytest
+
+from fedprophet.bench.rounds import Settings, dataset_of
+
+
+@pytest.fixture
+def settings(tiny_flags):
+    overrides = tuple(text for text in tiny_flags() if text != "--set")
+    return Settings("digits", overrides, repeat=2, limit=60.0)
+
+
+@pytest.fixture
+def dataset(settings):
+    return dataset_of(settings)

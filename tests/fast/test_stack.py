@@ -1,0 +1,247 @@
+"""Stacks of clients in evaluation mode against the chain and autograd, and the way into a stack and back."""
+
+import pytest
+import torch
+from torch import nn
+
+from fedprophet.cascade.atoms import explicit_chain
+from fedprophet.fast.draws import Draws
+from fedprophet.fast.kernels import TorchKernels
+from fedprophet.fast.program import Dense, read_program
+from fedprophet.fast.stack import Folded, Layout, dense_backward, dense_forward
+
+CPU = torch.device("cpu")
+MU = 0.01
+
+
+def folded(case, kernels) -> Folded:
+    network = Folded(case.program, kernels, torch.float32)
+    network.fold(case.stacks(kernels.multiple))
+    return network
+
+
+# Into a stack and back.
+
+
+@pytest.mark.parametrize("multiple", [1, 16])
+def test_every_tensor_comes_back_as_it_was(case, multiple):
+    layout, parameters = Layout(case.program, multiple), case.parameters()
+    stacks = layout.stacked(parameters, CPU)
+    back = layout.clients(stacks)
+    assert set(back) == set(case.program.tensors)
+    for client, tensors in enumerate(parameters):
+        for name, values in back.items():
+            assert torch.equal(values[client], tensors[name])
+            assert values[client].is_contiguous()
+
+
+def test_the_shapes_of_a_padded_stack(make_case):
+    case = make_case(span=(0, 3, 0), shape=(2, 8, 8))  # channels 2 → 4 → 6, a head on 2×2 positions
+    stacks = case.stacks(16)
+    assert stacks["features.0.weight"].shape == (2, 9, 16, 16)
+    assert stacks["features.4.running_var"].shape == (2, 16)
+    assert stacks["heads.0.weight"].shape == (2, 4 * 16, 10)
+    assert stacks["heads.0.bias"].shape == (2, 10)
+    real = stacks["features.0.weight"][:, :, :2, :4]
+    assert real.count_nonzero() == real.numel() == stacks["features.0.weight"].count_nonzero()
+
+
+def test_taps_and_dense_inputs_lie_as_the_kernels_read_them(make_case):
+    case = make_case(span=(0, 3, 0), shape=(2, 8, 8))
+    stacks, (_, second) = case.stacks(), case.parameters()
+    weight = second["features.3.weight"]
+    assert stacks["features.3.weight"][1, 5, 3, 1] == weight[1, 3, 1, 2]  # tap 5: second row, third column
+    head = second["heads.0.weight"].view(10, 6, 2, 2)
+    assert torch.equal(stacks["heads.0.weight"][1].view(2, 2, 6, 10)[1, 0, 4], head[:, 4, 1, 0])
+
+
+def test_what_all_clients_share_lies_in_memory_once(make_case):
+    case = make_case(clients=3)
+    first, second, _ = case.parameters()
+    local = {name: second[name] for name in second if "running" in name}
+    stacks = Layout(case.program, 1).stacked([first, first | local, first], CPU)
+    assert stacks["features.0.weight"].stride(0) == 0
+    assert stacks["features.1.running_mean"].stride(0) > 0
+    assert torch.equal(stacks["features.1.running_mean"][1], second["features.1.running_mean"])
+    assert torch.equal(stacks["features.1.running_mean"][2], first["features.1.running_mean"])
+
+
+@pytest.mark.parametrize("clients", [1, 2])
+def test_folding_again_changes_nothing_that_was_brought(make_case, clients):
+    """A captured graph writes into a network's own copies; masters, and what tasks brought, must not be among them."""
+    case = make_case(clients=clients)
+    layout, parameters = Layout(case.program, 1), case.parameters()
+    before = [{name: value.clone() for name, value in tensors.items()} for tensors in parameters]
+    network = Folded(case.program, TorchKernels(), torch.float32)
+    network.fold(layout.stacked(parameters, CPU))
+    kept = [*network.forward_weights, *network.backward_weights, *network.shifts, *network.dense_weights]
+    other = [{name: value + 1 for name, value in tensors.items()} for tensors in parameters]
+    network.fold(layout.stacked(other, CPU))
+    now = [*network.forward_weights, *network.backward_weights, *network.shifts, *network.dense_weights]
+    assert all(a is b for a, b in zip(kept, now, strict=True))
+    fresh = Folded(case.program, TorchKernels(), torch.float32)
+    fresh.fold(layout.stacked(other, CPU))
+    assert torch.equal(network.scores(case.stacked), fresh.scores(case.stacked))
+    for tensors, copy in zip(parameters, before, strict=True):
+        assert all(torch.equal(tensors[name], copy[name]) for name in copy)
+
+
+# In evaluation mode.
+
+
+def test_scores_and_features(case, kernels, distance):
+    network = folded(case, kernels)
+    scores, features = network.scores(case.stacked), network.features(case.stacked)
+    for client, segment in enumerate(case.segments):
+        with torch.no_grad(), segment.mode(training=False):
+            assert distance(scores[client], segment.logits(case.x[client])) < 1e-5
+            if segment.head is not None:
+                expected = segment.features(case.x[client]).permute(0, 2, 3, 1)
+                channels = expected.shape[-1]
+                assert distance(features[client, ..., :channels], expected) < 1e-5
+                assert not features[client, ..., channels:].any()  # padding stays zero
+
+
+def test_loss_gradients(case, kernels, distance):
+    found = folded(case, kernels).loss_gradient(case.stacked, case.targets, MU)
+    for client, segment in enumerate(case.segments):
+        x = case.x[client].clone().requires_grad_()
+        with segment.mode(training=False):
+            loss = segment.losses(x, case.labels[client], MU).sum()
+        (expected,) = torch.autograd.grad(loss, x)
+        assert distance(found[client].permute(0, 3, 1, 2), expected) < 1e-5
+
+
+def test_the_strong_convexity_term_counts_behind_a_head_alone(make_case, distance):
+    for span, matters in (((0, 4, 0), True), ((0, None, None), False)):
+        case = make_case(span=span)
+        network = folded(case, TorchKernels())
+        none, much = (network.loss_gradient(case.stacked, case.targets, mu) for mu in (0.0, 1.0))
+        assert (distance(none, much) > 0.1) is matters
+
+
+def test_the_gradient_of_a_shift(make_case, kernels, distance):
+    """Of ‖z(x) − z‖², the square of what Eq. 11 maximises."""
+    case = make_case(span=(3, 6, None))
+    network = folded(case, kernels)
+    clean = network.features(case.stacked)
+    moved = case.x + 0.1
+    found = network.shift_gradient(moved.permute(0, 1, 3, 4, 2).contiguous(), clean)
+    for client, segment in enumerate(case.segments):
+        x = moved[client].clone().requires_grad_()
+        with segment.mode(training=False):
+            target = segment.features(case.x[client]).detach()
+            objective = (segment.features(x) - target).square().sum()
+        (expected,) = torch.autograd.grad(objective, x)
+        assert distance(found[client].permute(0, 3, 1, 2), expected) < 1e-4
+
+
+def test_an_exit_without_a_pool_reads_every_position(distance):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(2, 3, 3, padding=1, bias=False), nn.BatchNorm2d(3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Linear(12, 7, bias=False), nn.ReLU(), nn.Linear(7, 4),
+    )  # fmt: skip
+    chain = explicit_chain([("all", model)])
+    program = read_program(chain, 0, 1, None, (2, 4, 4), 4)
+    for multiple in (1, 16):
+        kernels = TorchKernels()
+        kernels.multiple = multiple
+        network = Folded(program, kernels, torch.float32)
+        network.fold(network.layout.stacked([{n: t.detach() for n, t in chain.tensors.items()}], CPU))
+        x, labels = torch.rand(6, 2, 4, 4, requires_grad=True), torch.tensor([0, 1, 2, 3, 0, 1])
+        with chain.mode(0, 1, training=False):
+            scores = chain.run(x)
+        (expected,) = torch.autograd.grad(nn.functional.cross_entropy(scores, labels, reduction="sum"), x)
+        stacked = x.detach().permute(0, 2, 3, 1).unsqueeze(0)
+        assert distance(network.scores(stacked)[0], scores.detach()) < 1e-5
+        found = network.loss_gradient(stacked, torch.eye(4)[labels].unsqueeze(0), 0.0)
+        assert distance(found[0].permute(0, 3, 1, 2), expected) < 1e-5
+
+
+def test_bf16_is_close_and_masters_stay_float32(make_case, distance):
+    case = make_case()
+    network = Folded(case.program, TorchKernels(), torch.bfloat16)
+    network.fold(case.stacks())
+    assert {weight.dtype for weight in network.forward_weights} == {torch.bfloat16}
+    assert {shift.dtype for shift in network.shifts} == {torch.float32}
+    exact = folded(case, TorchKernels()).scores(case.stacked)
+    assert 1e-6 < distance(network.scores(case.stacked), exact) < 0.03
+
+
+# Dense layers.
+
+
+def test_dense_layers_against_autograd():
+    layers = (Dense("a", 6, 5, bias=True, relu=True), Dense("b", 5, 4, bias=False))
+    weights = [torch.randn(2, 6, 5), torch.randn(2, 5, 4)]
+    biases = [torch.randn(2, 5), None]
+    x, gradient = torch.randn(2, 3, 6), torch.randn(2, 3, 4)
+    run = dense_forward(layers, weights, biases, x)
+    back, found = dense_backward(layers, weights, run, gradient)
+    for client in range(2):
+        leaves = [t[client].clone().requires_grad_() for t in (x, weights[0], biases[0], weights[1])]
+        inputs, first, bias, second = leaves
+        scores = (inputs @ first + bias).relu() @ second
+        torch.testing.assert_close(run.scores[client], scores)
+        expected = torch.autograd.grad(scores, leaves, gradient[client])
+        mine = (back[client], found[0][0][client], found[0][1][client], found[1][0][client])
+        for one, other in zip(mine, expected, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_dropout_keeps_its_share_scales_the_rest_and_is_in_the_gradient():
+    layers = (Dense("a", 4, 4000, bias=False, relu=False, dropout=0.3), Dense("b", 4000, 1, bias=False))
+    weights = [torch.ones(1, 4, 4000), torch.ones(1, 4000, 1)]
+    draws = Draws(CPU)
+    draws.renew([5])
+    run = dense_forward(layers, weights, [None, None], torch.full((1, 1, 4), 0.25), draws)
+    outputs = run.inputs[1][0, 0]
+    assert set(outputs.unique().tolist()) == {0.0, torch.tensor(1 / 0.7).item()}
+    assert abs(float((outputs == 0).float().mean()) - 0.3) < 0.03
+    back, _ = dense_backward(layers, weights, run, torch.ones(1, 1, 1))
+    torch.testing.assert_close(back[0, 0], outputs.sum().expand(4), rtol=1e-5, atol=0)
+    without = dense_forward(layers, weights, [None, None], torch.full((1, 1, 4), 0.25))
+    assert (without.inputs[1] == 1).all()
+
+
+# Draws.
+
+
+def test_draws_depend_on_the_client_and_the_name_alone():
+    alone, together = Draws(CPU), Draws(CPU)
+    alone.renew([7])
+    together.renew([3, 7])
+    expected = alone.uniform("start", (1, 5))[0].clone()
+    normal = together.normal("direction", (2, 4)).clone()
+    uniform = together.uniform("start", (2, 5))
+    assert torch.equal(uniform[1], expected)
+    assert not torch.equal(uniform[0], expected)
+    assert not torch.equal(alone.uniform("share", (1, 5))[0], expected)
+    address = uniform.data_ptr()
+    together.renew([4, 8])
+    assert not torch.equal(uniform[1], expected)
+    together.renew([3, 7])
+    assert torch.equal(uniform[1], expected)
+    assert torch.equal(together.normal("direction", (2, 4)), normal)
+    assert uniform.data_ptr() == address
+
+
+def test_draws_leave_the_global_generator_alone():
+    before = torch.get_rng_state()
+    draws = Draws(CPU)
+    draws.renew([1])
+    draws.uniform("start", (1, 3))
+    draws.renew([2])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_draws_have_the_right_distribution():
+    draws = Draws(CPU)
+    draws.renew([11, 12])
+    uniform, normal = draws.uniform("u", (2, 5000)), draws.normal("n", (2, 5000))
+    assert float(uniform.min()) >= 0
+    assert float(uniform.max()) < 1
+    assert abs(float(uniform.mean()) - 0.5) < 0.02
+    assert abs(float(normal.mean())) < 0.05
+    assert abs(float(normal.std()) - 1) < 0.05

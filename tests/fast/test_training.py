@@ -1,0 +1,235 @@
+"""Local iterations on stacks against the plain trainer: the same batches, no attack, so the same parameters."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fedprophet.client.task import ClientTask, LocalTraining
+from fedprophet.client.trainer import batches, train
+from fedprophet.fast.draws import Draws
+from fedprophet.fast.kernels import TorchKernels
+from fedprophet.fast.rounds import Backend, EvaluationPlan, TrainingPlan, one_hot, uncaptured
+from fedprophet.fast.stack import Layout
+from fedprophet.fast.training import Training
+from fedprophet.threat import ThreatModel, input_threat
+
+CPU = torch.device("cpu")
+HYPER = LocalTraining(iterations=4, batch=3, learning_rate=0.05, momentum=0.9, weight_decay=0.01, strong_convexity=0.02)
+
+
+def task_of(client: int, hyper: LocalTraining = HYPER) -> ClientTask:
+    return ClientTask("train", 1, client, 0, training=hyper)
+
+
+def trained_plainly(case, hyper: LocalTraining):
+    """Train every client with the plain trainer; return its losses."""
+    pairs = zip(case.segments, case.x, case.labels, strict=True)
+    return [train(task_of(k, hyper), segment, x, labels) for k, (segment, x, labels) in enumerate(pairs)]
+
+
+def trained_stacked(case, kernels, hyper: LocalTraining, seeds=None):
+    """Train the same on a stack, on the plain trainer's batches; return its losses and tensors."""
+    clients, samples = case.labels.shape
+    training = Training(case.program, kernels, torch.float32, case.stacks(kernels.multiple), hyper)
+    training.reset(hyper.learning_rate)
+    rows = torch.arange(clients).unsqueeze(1)
+    drawn = [list(batches(samples, hyper.batch, hyper.iterations, task_of(k))) for k in range(clients)]
+    draws: dict[int, Draws] = {}
+    for iteration in range(hyper.iterations):
+        chosen = torch.stack([positions[iteration] for positions in drawn])
+        renewed = draws.setdefault(chosen.shape[1], Draws(CPU))
+        renewed.renew([iteration + 100 * seed for seed in (seeds or range(clients))])
+        training.step(case.stacked[rows, chosen], case.targets[rows, chosen], renewed)
+    return (training.losses / hyper.iterations).tolist(), training.layout.clients(training.stacks)
+
+
+def errors(case, before, found) -> tuple[float, float]:
+    """Return how far the stacks' tensors are from the segments': relative to these, and to how far training moved."""
+    to_value = to_move = 0.0
+    for client, tensors in enumerate(case.parameters()):
+        for name, values in found.items():
+            error = float((values[client] - tensors[name]).norm())
+            moved = float((tensors[name] - before[client][name]).norm())
+            to_value = max(to_value, error / float(tensors[name].norm()))
+            to_move = max(to_move, error / max(moved, 1e-4))
+    return to_value, to_move
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"momentum": 0.0, "weight_decay": 0.0},
+        {"strong_convexity": 0.0},
+        {"iterations": 1},
+        {"batch": 5, "learning_rate": 0.2},
+    ],
+    ids=["all", "bare", "no-mu", "one-step", "one-batch-size"],
+)
+def test_steps_equal_the_plain_trainers(case, kernels, changes):
+    hyper = replace(HYPER, **changes)
+    before = case.parameters()
+    losses, found = trained_stacked(case, kernels, hyper)
+    assert losses == pytest.approx(trained_plainly(case, hyper), rel=1e-5)
+    to_value, to_move = errors(case, before, found)
+    assert to_value < 2e-5
+    assert to_move < 5e-4
+    # Nothing of this is so because nothing moved.
+    changed = [name for name in found if not torch.equal(found[name][0], before[0][name])]
+    assert len(changed) >= len(found) - 8 * (changes.get("weight_decay") == 0)
+
+
+def test_running_statistics_follow_as_torchs(make_case, distance):
+    case = make_case(span=(0, 2, 0), samples=6)
+    hyper = replace(HYPER, iterations=1, batch=6, learning_rate=0.0)
+    before = case.parameters()[1]
+    _, found = trained_stacked(case, TorchKernels(), hyper)
+    with torch.no_grad():
+        z = case.segments[1].chain.run(case.x[1], 0, 1)
+        z = torch.nn.functional.conv2d(z, before["features.0.weight"], before["features.0.bias"], padding=1)
+    mean, variance = z.mean(dim=(0, 2, 3)), z.var(dim=(0, 2, 3), correction=1)
+    expected = 0.9 * before["features.1.running_mean"] + 0.1 * mean
+    assert distance(found["features.1.running_mean"][1], expected) < 1e-5
+    assert distance(found["features.1.running_var"][1], 0.9 * before["features.1.running_var"] + 0.1 * variance) < 1e-5
+
+
+def test_a_convolutions_bias_has_no_gradient_but_decays(make_case):
+    case = make_case(span=(0, 2, 0))
+    before = case.parameters()[0]["features.0.bias"]
+    hyper = replace(HYPER, iterations=1, learning_rate=0.5, weight_decay=0.1)
+    _, found = trained_stacked(case, TorchKernels(), hyper)
+    torch.testing.assert_close(found["features.0.bias"][0], before * (1 - 0.5 * 0.1))
+
+
+def test_padding_stays_zero(make_case):
+    case = make_case()
+    kernels = TorchKernels()
+    kernels.multiple = 16
+    training = Training(case.program, kernels, torch.float32, case.stacks(16), HYPER)
+    for _ in range(3):
+        training.step(case.stacked, case.targets, Draws(CPU))
+    real = Layout(case.program, 16).clients(training.stacks)
+    for name, stack in training.stacks.items():
+        assert stack.count_nonzero() == real[name].count_nonzero()
+
+
+def test_clients_do_not_touch_each_other(make_case):
+    case = make_case()
+    _, whole = trained_stacked(case, TorchKernels(), HYPER)
+    training = Training(case.program, TorchKernels(), torch.float32, case.stacks(), HYPER)
+    x = case.stacked.clone()
+    x[0] = float("nan")
+    training.step(x, case.targets, Draws(CPU))
+    assert not all(torch.isfinite(stack[0]).all() for stack in training.stacks.values())
+    assert all(torch.isfinite(stack[1]).all() for stack in training.stacks.values())
+    assert torch.isfinite(training.losses).tolist() == [False, True]
+    assert all(torch.isfinite(values).all() for values in whole.values())
+
+
+def _dropping(make_case, rate: float):
+    return make_case("vgg11", shape=(3, 32, 32), samples=4, width=2, dropout=rate)
+
+
+def test_dropout_is_drawn_by_the_clients_seed(make_case):
+    hyper = replace(HYPER, batch=4, iterations=2)
+    case = _dropping(make_case, 0.5)
+    (a, first), (b, second) = (trained_stacked(case, TorchKernels(), hyper, seeds=(1, 2)) for _ in range(2))
+    assert a == b
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    _, third = trained_stacked(case, TorchKernels(), hyper, seeds=(1, 3))
+    name = "classifier.0.weight"
+    assert torch.equal(first[name][0], third[name][0])
+    assert not torch.equal(first[name][1], third[name][1])
+
+
+def test_without_dropout_a_vgg_trains_as_plainly(make_case):
+    case = _dropping(make_case, 0.0)
+    hyper = replace(HYPER, batch=4, iterations=2)
+    before = case.parameters()
+    losses, found = trained_stacked(case, TorchKernels(), hyper)
+    assert losses == pytest.approx(trained_plainly(case, hyper), rel=1e-5)
+    assert errors(case, before, found)[0] < 1e-4  # batches of four at 1×1 positions magnify rounding
+
+
+def test_one_hot():
+    assert one_hot(torch.tensor([[2, 0]]), 3).tolist() == [[[0, 0, 1], [1, 0, 0]]]
+
+
+# Plans.
+
+
+def backend(kernels=None) -> Backend:
+    return Backend(CPU, kernels or TorchKernels(), torch.float32, uncaptured)
+
+
+def plan_of(case, threat: ThreatModel | None = None, hyper: LocalTraining = HYPER) -> TrainingPlan:
+    clients, samples = case.labels.shape
+    return TrainingPlan(case.program, backend(), clients, samples, hyper, threat)
+
+
+def play(plan: TrainingPlan, case, threat=None, hyper=HYPER, seeds=(1, 2)):
+    data = list(zip(case.stacked, case.labels, strict=True))
+    plan.load(case.parameters(), data, hyper, threat)
+    samples = case.labels.shape[1]
+    drawn = [list(batches(samples, hyper.batch, hyper.iterations, task_of(k))) for k in range(len(data))]
+    plan.run((torch.stack(positions) for positions in zip(*drawn, strict=True)), seeds)
+    return plan.results()
+
+
+def test_a_plan_is_used_again_without_a_trace(make_case):
+    """Velocity, losses, draws and the attack's radius of a round must not reach into the next."""
+    case, other = make_case(), make_case(span=(0, None, None), samples=5)
+    weak, strong = (replace(input_threat(0.1, 0.05, 2), radius=radius) for radius in (0.01, 0.3))
+    used = plan_of(case, weak)
+    play(used, other, strong, replace(HYPER, learning_rate=0.5), seeds=(8, 9))
+    again, fresh = play(used, case, weak), play(plan_of(case, weak), case, weak)
+    assert again[1:] == fresh[1:]
+    assert all(torch.equal(again[0][name], fresh[0][name]) for name in fresh[0])
+    stronger = play(used, case, strong)
+    assert stronger[1] != again[1]
+
+
+def test_a_plan_reports_losses_and_who_is_finite(make_case):
+    case = make_case()
+    plan = plan_of(case)
+    _, losses, sound = play(plan, case)
+    assert sound == [True, True]
+    assert losses == pytest.approx(trained_plainly(case, HYPER), rel=1e-5)
+    spoilt = make_case()
+    spoilt.x[1, :, :, 0, 0] = float("inf")
+    _, losses, sound = play(plan, spoilt)
+    assert sound == [True, False]
+
+
+def test_results_are_in_memory_of_their_own(make_case):
+    case = make_case()
+    plan = plan_of(case)
+    tensors, _, _ = play(plan, case)
+    copies = {name: value.clone() for name, value in tensors.items()}
+    play(plan, case, hyper=replace(HYPER, learning_rate=0.3))
+    assert all(torch.equal(tensors[name], copies[name]) for name in copies)
+
+
+def test_a_plan_says_how_much_memory_it_holds(make_case):
+    case = make_case()
+    plan = plan_of(case)
+    inputs = case.stacked.nbytes + case.labels.nbytes
+    assert plan.nbytes == inputs
+    play(plan, case)
+    parameters = sum(value.nbytes for value in case.stacks().values())
+    assert plan.nbytes > inputs + 2 * parameters
+    evaluation = EvaluationPlan(case.program, backend(), 2, 5, None)
+    assert evaluation.nbytes == inputs
+
+
+@pytest.mark.parametrize("threat", [ThreatModel("l2", 0.0, 0.1, 5), ThreatModel("linf", 0.1, 0.1, 0)])
+def test_a_harmless_threat_moves_nothing(make_case, threat):
+    case = make_case(span=(0, 4, None))
+    plan = EvaluationPlan(case.program, backend(), 2, 5, threat, measures=True)
+    found = plan.run(case.parameters(), list(zip(case.stacked, case.labels, strict=True)), threat, (1, 2))
+    assert found == {"magnitude": [0.0, 0.0]}
+    whole = make_case()
+    plan = EvaluationPlan(whole.program, backend(), 2, 5, threat)
+    found = plan.run(whole.parameters(), list(zip(whole.stacked, whole.labels, strict=True)), threat, (1, 2))
+    assert found["clean"] == found["adversarial"]
