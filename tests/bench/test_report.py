@@ -11,6 +11,7 @@ ABOUT = {
     "cores": 2,
     "memory_bytes": 10**9,
     "load": 0.5,
+    "load_after": 1.5,
     "gpu": None,
     "gpu_memory_bytes": None,
     "cuda": None,
@@ -114,7 +115,7 @@ def test_what_ran_out_of_memory_is_told(settings):
 
 def test_the_page_for_people(found):
     page = report.markdown("Rounds", report.headline(found), report.tables(found), report.notes(found))
-    assert "- a processor, 2 cores, load 0.5 when it began" in page
+    assert "- a processor, 2 cores, load 0.5 before and 1.5 after" in page
     assert "engines: plain in float32 on 1 core, cuda in bfloat16 on 1 core" in page
     assert "matrix product of 2048×2048 in float32: 200 GFLOP/s" in page
     assert "| jfat | cuda | 2.00 | 1.00–9.00 | 0.500 | 0.2 % | 1.0 MB | 4.00× |" in page

@@ -24,7 +24,7 @@ def engines():
 def test_json_has_the_machine_the_settings_and_every_measurement(cli, flags, tmp_path):
     found = cli("bench", *flags, "--repeat", 1, "--stages", "1,3", "--json", "--out", "there").json
     assert found["benchmark"] == "rounds"
-    assert {"date", "processor", "cores", "torch", "fedprophet", "load"} <= set(found["machine"])
+    assert {"date", "processor", "cores", "torch", "fedprophet", "load", "load_after"} <= set(found["machine"])
     assert found["product"]["flops"] > 1e8
     assert found["settings"]["preset"] == "digits"
     assert found["settings"]["config"]["jfat"]["method"] == "jfat"

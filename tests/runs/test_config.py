@@ -514,8 +514,9 @@ def test_toml_has_every_key_in_a_fixed_order() -> None:
     text = to_toml(Config())
     table = tomllib.loads(text)
     assert table == Config().model_dump()
-    assert list(table)[:5] == ["method", "seed", "rounds", "threads", "model"]
-    assert text.startswith('method = "fedprophet"\nseed = 0\nrounds = 500\nthreads = 0\n\n[model]\n')
+    assert list(table)[:7] == ["method", "seed", "rounds", "threads", "engine", "precision", "model"]
+    assert text.startswith('method = "fedprophet"\nseed = 0\nrounds = 500\nthreads = 0\nengine = "auto"\n')
+    assert 'precision = "bfloat16"\n\n[model]\n' in text
 
 
 def test_options_are_written_in_one_order() -> None:
@@ -564,6 +565,7 @@ def test_differences() -> None:
         "train.momentum: here 0.9, there 0.0",
     ]
     assert differences(here, here) == []
+    assert differences(here, there, {"seed", "train.momentum"}) == ["model.options.width: here 1, there not set"]
 
 
 def test_differences_to_the_table_of_another_version() -> None:

@@ -98,7 +98,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_does_not(tiny, tmp_path,
 def test_the_number_of_threads_is_recorded_and_used_again(tiny, tmp_path):
     for name in ("undisturbed", "run"):
         torch.set_num_threads(2)
-        run = start(tiny({**SMALL, "threads": 0}), tmp_path / name)
+        run = start(tiny({**SMALL, "engine": "plain", "threads": 0}), tmp_path / name)
         assert "threads = 2" in run.files.config.read_text()
         if name == "undisturbed":
             play(run)

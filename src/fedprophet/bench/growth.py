@@ -20,7 +20,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from fedprophet.bench import machine
-from fedprophet.bench.report import Document, TextTable, short
+from fedprophet.bench.report import Document, TextTable, processor_line, short
 from fedprophet.bench.synthetic import Sizes, sizes_of, synthetic
 from fedprophet.client.run import shard_weight
 from fedprophet.client.task import BACKBONE, ClientTask, ClientUpdate, Timeline
@@ -290,7 +290,7 @@ def growth_headline(found: Document) -> list[str]:
     about, settings = found["machine"], found["settings"]
     changed = "".join(f" --set {text}" for text in settings["overrides"])
     return [
-        f"{about['processor']}, {about['cores']} cores, load {about['load']} when it began",
+        processor_line(about),
         f"Python {about['python']}, torch {about['torch']}, fedprophet {about['fedprophet']}, {about['date']}",
         f"{settings['preset']}{changed}, {settings['samples_per_client']} random images a client, medians of "
         f"{settings['rounds']} rounds",

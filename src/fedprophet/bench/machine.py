@@ -44,6 +44,11 @@ def processor() -> str:
     return names[0] if names else f"{platform.machine()} processor"
 
 
+def load() -> float:
+    """Return how many processes wanted a core in the last minute: more than the cores, and times mean little."""
+    return round(os.getloadavg()[0], 2)
+
+
 def describe() -> dict[str, Any]:
     """Return what a reader must know of the machine to trust or repeat a number."""
     return {
@@ -51,7 +56,7 @@ def describe() -> dict[str, Any]:
         "processor": processor(),
         "cores": cores(),
         "memory_bytes": _total_memory(),
-        "load": round(os.getloadavg()[0], 2),
+        "load": load(),
         "gpu": torch.cuda.get_device_name() if has_gpu() else None,
         "gpu_memory_bytes": torch.cuda.get_device_properties(0).total_memory if has_gpu() else None,
         "cuda": torch.version.cuda if has_gpu() else None,

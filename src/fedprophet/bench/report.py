@@ -185,13 +185,19 @@ def headline(found: Document) -> list[str]:
     engines = ", ".join(_engine_text(engine, about["gpu"], **how) for engine, how in settings["engines"].items())
     changed = "".join(f" --set {text}" for text in settings["overrides"])
     return [
-        f"{gpu}{about['processor']}, {about['cores']} cores, load {about['load']} when it began",
+        f"{gpu}{processor_line(about)}",
         f"{named}, fedprophet {about['fedprophet']}, {about['date']}",
         f"{settings['preset']}{changed}, {settings['data']}",
         f"engines: {engines}{_tf32(about)}",
         f"matrix product of {product['side']}×{product['side']} in {product['type']}: "
         f"{unit.of(product['flops'])} {unit.name}",
     ]
+
+
+def processor_line(about: Document) -> str:
+    """Return the processor, and how busy it was."""
+    busy = f"load {about['load']} before and {about['load_after']} after"
+    return f"{about['processor']}, {about['cores']} cores, {busy}"
 
 
 def _engine_text(engine: str, gpu: str | None, precision: str, cores: int) -> str:

@@ -104,6 +104,8 @@ class Chain:
     atoms: tuple[Atom, ...]
     shared_names: tuple[tuple[str, ...], ...] = field(repr=False)
     local_names: tuple[tuple[str, ...], ...] = field(repr=False)
+    _members: dict[tuple[int, int], list[nn.Module]] = field(init=False, repr=False, default_factory=dict)
+    """All modules in a range of atoms. A chain is put into a mode for every batch, and its atoms stay the same."""
 
     def __len__(self) -> int:
         return len(self.atoms)
@@ -153,8 +155,11 @@ class Chain:
     @contextmanager
     def mode(self, first: int, last: int | None, training: bool) -> Iterator[None]:
         """Put atoms `first` … `last` − 1 into training or evaluation mode, and each flag back to what it was."""
-        atoms = self.atoms[self._range(first, last)]
-        with flags([module for atom in atoms for module in atom.modules()], training):
+        span = self._range(first, last)
+        key = (span.start, span.stop)
+        if key not in self._members:
+            self._members[key] = [module for atom in self.atoms[span] for module in atom.modules()]
+        with flags(self._members[key], training):
             yield
 
     def _range(self, first: int, last: int | None) -> slice:

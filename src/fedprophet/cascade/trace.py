@@ -238,13 +238,23 @@ def flags(modules: Iterable[nn.Module], training: bool) -> Iterator[None]:
     """Set the training flag of exactly these modules, and put back what each had."""
     found = [(module, module.training) for module in modules]
     try:
-        for module, _ in found:
-            module.training = training
+        for module, before in found:
+            if before != training:
+                _set_flag(module, training)
         yield
     finally:
         # Backwards, so that a module that is given twice gets its first flag.
         for module, before in reversed(found):
-            module.training = before
+            if module.training != before:
+                _set_flag(module, before)
+
+
+def _set_flag(module: nn.Module, training: bool) -> None:
+    """Set a training flag past what nn.Module does when a module, parameter or buffer is assigned."""
+    if type(module).__setattr__ is nn.Module.__setattr__:
+        object.__setattr__(module, "training", training)
+    else:
+        module.training = training
 
 
 def _explain(model: nn.Module, error: Exception) -> str:

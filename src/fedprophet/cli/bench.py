@@ -120,7 +120,7 @@ def _rounds(settings: rounds.Settings) -> tuple[Document, Page]:
             "flops": machine.product_rate(device),
         }
         measured = rounds.measure(settings, cases, dataset, watch)
-    found = report.document(settings, about, products, measured)
+    found = report.document(settings, {**about, "load_after": machine.load()}, products, measured)
     return found, ("Rounds", report.headline(found), report.tables(found), report.notes(found))
 
 
@@ -134,7 +134,7 @@ def _growth(
     about = machine.describe()
     with _watching() as watch:
         rows = growth.measure_growth(settings, watch)
-    found = growth.growth_document(settings, about, rows)
+    found = growth.growth_document(settings, {**about, "load_after": machine.load()}, rows)
     return found, ("Growth", growth.growth_headline(found), growth.growth_tables(found), growth.growth_notes(found))
 
 

@@ -1,14 +1,14 @@
 """Adversarial cascade learning on one client (Section 5.1): attack the batch, then step on what the attack found."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from fedprophet.attacks.pgd import pgd
 from fedprophet.client.segment import Segment
-from fedprophet.client.task import ClientTask
+from fedprophet.client.task import ClientTask, LocalTraining
 from fedprophet.randomness import generator, key, seed_global
 
 
@@ -56,21 +56,52 @@ def descend(task: ClientTask, segment: Segment, samples: int, loss_of: Callable[
     """
     assert task.training is not None
     hyper = task.training
-    optimiser = torch.optim.SGD(
-        segment.parameters(), lr=hyper.learning_rate, momentum=hyper.momentum, weight_decay=hyper.weight_decay
-    )
+    step = _Descent(segment.parameters(), hyper)
     total = 0.0
     for iteration, batch in enumerate(batches(samples, hyper.batch, hyper.iterations, task)):
         loss = loss_of(iteration, batch)
         value = float(loss.detach())
         if not math.isfinite(value):
             return value
-        optimiser.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
-        optimiser.step()
+        step()
         total += value
-    optimiser.zero_grad(set_to_none=True)
     return total / hyper.iterations
+
+
+class _Descent:
+    """SGD with momentum and weight decay: what torch.optim.SGD does, to the bit, without its detours.
+
+    Those take as long as the step itself where layers are narrow, and load torch's compiler.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], hyper: LocalTraining) -> None:
+        self._parameters = parameters
+        self._hyper = hyper
+        self._momenta: dict[int, Tensor] = {}
+        self._forget()
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        """Step down the gradients, and forget them."""
+        hyper = self._hyper
+        for number, parameter in enumerate(self._parameters):
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if hyper.weight_decay:
+                gradient = gradient.add(parameter, alpha=hyper.weight_decay)
+            if hyper.momentum:
+                before = self._momenta.get(number)
+                if before is not None:
+                    gradient = before.mul_(hyper.momentum).add_(gradient)
+                self._momenta[number] = gradient
+            parameter.add_(gradient, alpha=-hyper.learning_rate)
+        self._forget()
+
+    def _forget(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
 
 
 def perturb(task: ClientTask, segment: Segment, x: Tensor, labels: Tensor, iteration: int) -> Tensor:

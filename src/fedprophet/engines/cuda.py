@@ -15,8 +15,8 @@ from fedprophet.fleet.population import Population
 
 WARM_UP = 2
 """A kernel is compiled and loaded when it first runs, which a graph cannot capture."""
-ACTIVATIONS_SHARE, RESIDENT_SHARE = 0.25, 0.25
-"""Shares of the device's memory for the activations of one group, and for inputs that stay between rounds."""
+ACTIVATIONS_SHARE, RESIDENT_SHARE, PLANS_SHARE = 0.25, 0.25, 0.25
+"""Shares of the device's memory for the activations of one group, and for inputs and plans that stay between rounds."""
 
 
 PRECISIONS = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -30,7 +30,7 @@ def cuda_engine(
     for workspace in workspaces.values():
         workspace.to(backend.device)
     memory = torch.cuda.get_device_properties(backend.device).total_memory
-    limits = Limits(int(ACTIVATIONS_SHARE * memory), int(RESIDENT_SHARE * memory))
+    limits = Limits(*(int(share * memory) for share in (ACTIVATIONS_SHARE, RESIDENT_SHARE, PLANS_SHARE)))
     return StackedEngine(population, workspaces, reserve, backend, limits)
 
 

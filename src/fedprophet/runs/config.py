@@ -25,6 +25,8 @@ from fedprophet.runs.toml import shown, toml_value
 from fedprophet.sizes import parse_budget
 
 DEFAULT_PRESET = "digits"
+MACHINE_KEYS = frozenset({"threads", "engine"})
+"""Keys about the machine that carries a run out. A run may go on with others, as on another machine."""
 PER_METHOD = "methods"
 """The table that holds a table for each method; a resolved configuration has none."""
 _RATIO = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*/\s*([0-9]+(?:\.[0-9]+)?)\s*")
@@ -615,13 +617,15 @@ def reference_markdown() -> str:
     return f"{_REFERENCE_HEAD}{presets}\n\n{as_markdown(Config)}"
 
 
-def differences(here: Config | Mapping[str, Any], there: Config | Mapping[str, Any]) -> list[str]:
-    """Return "key: here X, there Y" for every key whose values differ."""
+def differences(
+    here: Config | Mapping[str, Any], there: Config | Mapping[str, Any], apart_from: Collection[str] = ()
+) -> list[str]:
+    """Return "key: here X, there Y" for every key whose values differ, `apart_from` some."""
     ours, theirs = dict(_flat(here)), dict(_flat(there))
     return [
         f"{key}: here {ours.get(key, 'not set')}, there {theirs.get(key, 'not set')}"
         for key in dict.fromkeys((*ours, *theirs))
-        if ours.get(key) != theirs.get(key)
+        if ours.get(key) != theirs.get(key) and key not in apart_from
     ]
 
 

@@ -1,0 +1,139 @@
+"""The engine on a GPU against the plain one on the CPU; and what is said where there is no GPU."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fedprophet.engines.cuda import cuda_backend
+from fedprophet.errors import ConfigError
+from fedprophet.runs.session import assemble
+from fedprophet.server.coordinator import hold
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+SMALL = {"population.cohort": 3, "rounds": 4, "train.warmup": 2, "train.iterations": 3}
+
+
+def test_without_a_gpu_it_says_what_to_do(monkeypatch, tiny):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for ask in (lambda: cuda_backend(torch.float32), lambda: assemble(tiny({"engine": "cuda"}))):
+        with pytest.raises(ConfigError, match='engine = "cuda" needs an NVIDIA GPU, and torch finds none'):
+            ask()
+
+
+@pytest.fixture(scope="module")
+def sessions(tiny):
+    """Return a function that gives the same run on the plain engine and on the GPU's."""
+
+    def both(changes=None, precision="float32"):
+        changes = {**SMALL, **(changes or {})}
+        return (
+            assemble(tiny({**changes, "engine": "plain"})),
+            assemble(tiny({**changes, "engine": "cuda", "precision": precision})),
+        )
+
+    return both
+
+
+def play(session, rounds: int):
+    state, records = session.method.initial(), []
+    for _ in range(rounds):
+        state, record = hold(session.method.round(state), session.engine)
+        records.append(record)
+    return state, records
+
+
+def close(found, expected, tolerance=1e-4) -> bool:
+    """Whether two tensors are equal to 1e-4 relative. A convolution's bias before a batch norm is nothing but noise."""
+    return float((found.cpu() - expected.cpu()).norm()) <= tolerance * float(expected.norm()) + 1e-6
+
+
+@needs_gpu
+@pytest.mark.parametrize("method", ["jfat", "fedprophet"])
+def test_rounds_without_an_attack_equal_the_plain_engines(sessions, method):
+    (plain, expected), (fast, found) = (play(session, 2) for session in sessions({"method": method}))
+    for one, other in zip(expected, found, strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-5)
+        assert other["clean"] == pytest.approx(one["clean"], abs=0.005)
+    for name in plain.model:
+        assert close(fast.model[name], plain.model[name]), name
+
+
+@needs_gpu
+def test_batches_of_two_sizes(sessions):
+    plain, fast = sessions({"method": "jfat", "train.batch": 80, "train.iterations": 7})
+    tasks = [replace(task, threat=None, wants_local=True) for task in joint(plain, range(6))]
+    expected, found = ({u.client: u for u in session.engine.map(tasks)} for session in (plain, fast))
+    for client, update in expected.items():
+        assert found[client].metrics["loss"] == pytest.approx(update.metrics["loss"], rel=1e-5)
+        assert {value.device.type for value in found[client].local.values()} == {"cpu"}
+        for name, value in {**update.parameters, **update.local}.items():
+            mine = {**found[client].parameters, **found[client].local}[name]
+            assert mine.shape == value.shape
+            assert close(mine.float(), value.float()), name
+
+
+def joint(session, clients, round=2):
+    """Return the training tasks of jFAT in a round."""
+    state = replace(session.method.initial(), round=round)
+    return [session.method.train_task(state, client) for client in clients]
+
+
+@needs_gpu
+def test_rounds_leave_no_trace_in_a_plan(sessions, tiny, same_tensors):
+    """Two rounds on one engine, and each of them on a fresh one: the same bytes."""
+    _, used = sessions({"method": "jfat", "train.warmup": 0})
+    tasks = joint(used, range(4))
+    other = [replace(t, round=3, training=replace(t.training, learning_rate=0.3)) for t in joint(used, (2, 3, 4, 5))]
+    list(used.engine.map(other))
+    found = {update.client: update for update in used.engine.map(tasks)}
+    _, fresh = sessions({"method": "jfat", "train.warmup": 0})
+    for update in fresh.engine.map(tasks):
+        assert same_tensors(update.parameters, found[update.client].parameters)
+        assert update.metrics == found[update.client].metrics
+
+
+@needs_gpu
+def test_a_client_that_diverges_leaves_the_others_alone(sessions):
+    _, session = sessions({"method": "jfat"})
+    tasks = joint(session, (0, 1, 2))
+    usual = {update.client: update for update in session.engine.map(tasks)}
+    broken = {**tasks[1].parameters, "features.3.weight": tasks[1].parameters["features.3.weight"] * math.nan}
+    spoilt = [tasks[0], replace(tasks[1], parameters=broken), tasks[2]]
+    found = {update.client: update for update in session.engine.map(spoilt)}
+    assert math.isnan(found[1].metrics["loss"])
+    for client in (0, 2):
+        assert found[client].metrics["loss"] == pytest.approx(usual[client].metrics["loss"], rel=1e-6)
+
+
+@needs_gpu
+def test_evaluation_and_a_whole_stage(sessions):
+    """A cascade that goes on to its second module: attacks, evaluation, measuring, cached features."""
+    changes = {"rounds": 2, "train.warmup": 1, "train.iterations": 6, "train.batch": 32, "shards.kind": "iid"}
+    (_, expected), (state, found) = (play(session, 4) for session in sessions(changes))
+    assert state.stage == 2
+    for one, other in zip(expected, found, strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=0.1)
+        assert other["clean"] == pytest.approx(one["clean"], abs=0.15)
+    magnitudes = [[r["fixed"]["magnitude"] for r in records if "fixed" in r] for records in (expected, found)]
+    assert magnitudes[1] == pytest.approx(magnitudes[0], rel=0.3)
+
+
+@needs_gpu
+def test_bf16_learns(sessions):
+    changes = {"method": "jfat", "train.iterations": 10, "train.batch": 32, "shards.kind": "iid", "train.warmup": 1}
+    plain, fast = sessions(changes, precision="bfloat16")
+    (_, expected), (_, found) = play(plain, 3), play(fast, 3)
+    for one, other in zip(expected, found, strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=0.06)
+    assert found[-1]["clean"] == pytest.approx(expected[-1]["clean"], abs=0.15)
+
+
+@needs_gpu
+@pytest.mark.parametrize("method", ["heterofl", "fedrbn", "feddf"])
+def test_what_cannot_be_fused_runs_on_the_gpu_too(sessions, method):
+    _, session = sessions({"method": method, "train.warmup": 1})
+    _, records = play(session, 2)
+    assert all(math.isfinite(record["loss"]) and not record["dropped"] for record in records)

@@ -1,0 +1,459 @@
+"""The workers engine: the plain engine's updates, bit for bit, and no process that outlives its use."""
+
+import gc
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fedprophet import engines
+from fedprophet.client.task import SERVER, ClientTask
+from fedprophet.engines.workers import WorkerEngine, WorkerError, _Queues, _shared
+from fedprophet.errors import ModelError, TrainingError
+from fedprophet.runs import session as sessions
+from fedprophet.runs.config import parse_config
+from fedprophet.runs.run import RunFiles, RunStoppedError, Silent, play, reopen, start
+from fedprophet.runs.session import assemble
+from fedprophet.runs.state import pack
+
+WORKERS = {"engine": "workers", "threads": 2}
+METHODS = {
+    "fedprophet": {"train.warmup": 0},
+    "jfat": {"method": "jfat", "rounds": 2, "population.cohort": 3},
+    "heterofl": {"method": "heterofl", "rounds": 2, "population.cohort": 3},
+    "fedrbn": {"method": "fedrbn", "rounds": 2, "population.cohort": 3, "memory.budget": "100%"},
+    "feddf": {"method": "feddf", "rounds": 2, "distillation.public": 40, "distillation.iterations": 3},
+}
+SMALL = {"method": "jfat", "rounds": 3, "train.iterations": 1, "attack.steps": 1, "evaluate.clients": 2}
+PATIENCE = 60
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    """Every test ends with the threads that it began with."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def opened(tiny):
+    """Return a function that makes sessions, which are closed after the test."""
+    made = []
+
+    def make(changes=None, **options):
+        made.append(assemble(tiny({**WORKERS, **(changes or {})}), **options))
+        return made[-1]
+
+    yield make
+    for session in made:
+        session.close()
+
+
+@contextmanager
+def within(seconds: float = PATIENCE) -> Iterator[None]:
+    """Fail where it takes longer: a test must not hang."""
+
+    def late(*_: object) -> None:
+        raise AssertionError("stuck")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def alive(process: int) -> bool:
+    """Whether a process runs; one that only waits to be reaped does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def gone(process: int) -> bool:
+    """Whether nothing is left of a process."""
+    return not Path(f"/proc/{process}").exists()
+
+
+def wait_until(true: Callable[[], bool], seconds: float = PATIENCE) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "never happened"
+        time.sleep(0.005)
+
+
+def training(session, round: int = 1) -> list[ClientTask]:
+    method = session.method
+    conversation = method.round(replace(method.initial(), round=round - 1))
+    return list(conversation.send(list(session.engine.map(next(conversation)))))
+
+
+def endless(session) -> list[ClientTask]:
+    """Return evaluations that take longer than any test."""
+    task = session.method.evaluation_task(session.method.initial(), SERVER, session.world.image_threat(10**7))
+    return [replace(task, number=number) for number in range(3)]
+
+
+# The same bits -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_does_the_same_as_with_one_client_after_the_other(name, tiny, play_in_memory, same_tensors):
+    plain = play_in_memory(tiny({**METHODS[name], "engine": "plain"}))
+    spread = play_in_memory(tiny({**METHODS[name], **WORKERS}))
+    spread.session.close()
+    assert isinstance(spread.session.engine, WorkerEngine)
+    assert spread.records == plain.records
+    for ours, theirs in zip(spread.states, plain.states, strict=True):
+        (values, tensors), (expected, expected_tensors) = pack(ours), pack(theirs)
+        assert values == expected
+        assert same_tensors(tensors, expected_tensors)
+    for ours, theirs in zip(spread.layers, plain.layers, strict=True):
+        assert ours.keys() == theirs.keys()
+        assert all(same_tensors(ours[client], theirs[client]) for client in ours)
+    assert any(plain.layers[-1].values())
+
+
+def test_the_number_of_workers_makes_no_difference(tiny, play_in_memory, same_tensors):
+    config = {**METHODS["jfat"], "rounds": 1, "train.warmup": 0}
+    played = [play_in_memory(tiny({**config, "engine": "workers", "threads": count})) for count in (1, 2, 4)]
+    for one in played:
+        one.session.close()
+    states = [pack(one.states[-1])[1] for one in played]
+    assert same_tensors(states[0], states[1])
+    assert same_tensors(states[0], states[2])
+
+
+def test_threads_that_this_process_has_used_before_do_not_matter(opened, same_tensors):
+    """A forked process has none of them; whoever waits for one waits forever."""
+    plain = opened({"engine": "plain", "threads": 1})
+    expected = {update.client: update for update in plain.engine.map(training(plain))}
+    torch.set_num_threads(2)
+    weight = torch.randn(64, 64, 3, 3, requires_grad=True)
+    torch.conv2d(torch.randn(16, 64, 32, 32), weight).square().sum().backward()
+    torch.randn(700, 700) @ torch.randn(700, 700)
+    with within():
+        session = opened()
+        updates = {update.client: update for update in session.engine.map(training(session))}
+    assert updates.keys() == expected.keys()
+    assert all(same_tensors(updates[client].parameters, expected[client].parameters) for client in expected)
+
+
+class Stop(Silent):
+    def __init__(self, after_round: int) -> None:
+        self.after_round = after_round
+
+    def round_done(self, record, seconds):
+        if record["round"] == self.after_round:
+            raise KeyboardInterrupt
+
+
+def contents(path):
+    files = RunFiles(path)
+    return {file.name: file.read_bytes() for file in (files.journal, files.model, files.results)}
+
+
+@pytest.mark.parametrize("engine", [WORKERS, {"engine": "plain", "threads": 1}])
+def test_a_run_may_go_on_with_another_engine_or_number_of_workers(engine, tiny, tmp_path):
+    play(start(tiny({**SMALL, "engine": "plain"}), tmp_path / "undisturbed"))
+    first, then = tiny({**SMALL, **engine}), tiny({**SMALL, **WORKERS, "threads": 3})
+    run = start(first, tmp_path / "run")
+    with pytest.raises(RunStoppedError):
+        play(run, Stop(after_round=1))
+    config = tmp_path / "run" / "config.toml"
+    text = config.read_text()
+    for key in ("engine", "threads"):
+        old, new = (f"{key} = {value!r}\n".replace("'", '"') for value in (getattr(first, key), getattr(then, key)))
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    config.write_text(text)
+    again = reopen(tmp_path / "run")
+    assert len(again.session.engine.processes) == 3
+    assert again.state.round == 1
+    play(again)
+    assert contents(tmp_path / "run") == contents(tmp_path / "undisturbed")
+
+
+# Who carries out what ------------------------------------------------------------------------------------------------
+
+
+def _tasks(*clients: int) -> list[ClientTask]:
+    return [ClientTask("train", 1, client, 0, number=number) for number, client in enumerate(clients)]
+
+
+def _given(queues: _Queues, *workers: int) -> list[int | None]:
+    tasks = [queues.next_for(worker) for worker in workers]
+    return [None if task is None else task.client for task in tasks]
+
+
+def test_clients_go_to_the_worker_that_knows_them_and_others_where_least_is_waiting():
+    queues = _Queues(_tasks(1, 2, 3, 4, 5), {3: 1, 5: 1}, 2)
+    # Worker 1 knows 3 and 5; 1 and 2 level the queues, and 4 goes to the first of two equal ones.
+    assert _given(queues, 1, 1) == [3, 5]
+    assert _given(queues, 0, 0, 0) == [1, 2, 4]
+    assert _given(queues, 0, 1) == [None, None]
+
+
+def test_a_worker_without_work_takes_the_last_of_the_longest_queue():
+    queues = _Queues(_tasks(1, 2, 3), {1: 0, 2: 0, 3: 0}, 2)
+    assert _given(queues, 1, 0, 1, 0) == [3, 1, 2, None]
+
+
+def test_shared_tensors_are_those_of_several_tasks():
+    common, other, own = torch.zeros(1), torch.zeros(1), torch.zeros(1)
+    tasks = [
+        ClientTask("train", 1, 0, 0, parameters={"a": common, "b": own}),
+        ClientTask("train", 1, 1, 0, parameters={"a": common}, targets={"t": other}),
+        ClientTask("distill", 1, 2, 0, targets={"t": other}),
+    ]
+    assert _shared(tasks) == {id(common): 0, id(other): 1}
+
+
+def test_reports_are_answered_by_this_process(opened, monkeypatch):
+    """Its store has all that they ask for: a client's layers need not travel there and back."""
+    session = opened()
+    (trained, *_) = list(session.engine.map(training(session)))
+    session.close()
+    report = ClientTask("report", 1, trained.client, 0, wants_local=True)
+    (answer,) = session.engine.map([report])
+    assert answer.local.keys() & session.initial_local.keys()
+    assert session.engine.processes == ()
+
+
+def test_features_are_spilled_by_the_workers_and_removed(tiny, tmp_path, monkeypatch, play_in_memory):
+    monkeypatch.setattr(sessions, "CACHE_MEMORY", 1)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    played = play_in_memory(tiny({**WORKERS, "train.warmup": 0}))
+    folders = list(tmp_path.glob("fedprophet-features-*"))
+    assert len(folders) == 2
+    assert all(list(folder.iterdir()) for folder in folders)
+    assert set(played.session.engine._homes.values()) == {0, 1}
+    played.session.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+# Errors --------------------------------------------------------------------------------------------------------------
+
+
+def test_an_error_of_the_users_comes_back_as_it_is(opened):
+    messages = []
+    for engine in ({"engine": "plain", "threads": 1}, WORKERS):
+        session = opened(engine)
+        task = training(session)[0]
+        name = next(iter(task.parameters))
+        wrong = replace(task, parameters={**task.parameters, name: torch.zeros(1)})
+        with pytest.raises(ModelError) as error:
+            list(session.engine.map([wrong]))
+        messages.append(str(error.value))
+        assert len(list(session.engine.map([task]))) == 1
+    assert messages[0] == messages[1]
+    assert "has shape (1,)" in messages[0]
+
+
+def test_an_unexpected_error_comes_back_with_its_traceback(opened):
+    session = opened()
+    task = session.method.evaluation_task(session.method.initial(), 0, session.world.image_threat(1))
+    with pytest.raises(WorkerError, match=r"(?s)Traceback.*in evaluate\n.*KeyError: 'nonsense'"):
+        list(session.engine.map([replace(task, attack="nonsense"), replace(task, client=1)]))
+    assert len(list(session.engine.map([task]))) == 1
+
+
+def test_a_worker_that_dies_is_reported_and_replaced(opened):
+    session = opened()
+    victim = session.engine.processes[0]
+    answers = session.engine.map(endless(session))
+    os.kill(victim, signal.SIGKILL)
+    with within(), pytest.raises(TrainingError, match=r"ended by SIGKILL.*while client -1 was to evaluate.*threads"):
+        list(answers)
+    assert session.engine.processes == ()
+    assert len(list(session.engine.map(training(session)))) == 2
+    assert victim not in session.engine.processes
+    assert len(session.engine.processes) == 2
+
+
+# Processes end -------------------------------------------------------------------------------------------------------
+
+
+def test_closing_ends_the_workers_and_puts_threads_back(opened):
+    torch.set_num_threads(3)
+    session = opened()
+    processes = session.engine.processes
+    assert len(processes) == len(set(processes)) == 2
+    assert all(map(alive, processes))
+    assert torch.get_num_threads() == 1
+    session.close()
+    assert all(map(gone, processes))
+    assert torch.get_num_threads() == 3
+    session.close()
+    assert torch.get_num_threads() == 3
+    # It can be used again.
+    assert len(list(session.engine.map(training(session)))) == 2
+    assert torch.get_num_threads() == 1
+
+
+def test_threads_come_back_when_the_last_of_several_engines_is_closed(opened):
+    torch.set_num_threads(2)
+    first, second = opened({"threads": 1}), opened({"threads": 1})
+    first.close()
+    assert torch.get_num_threads() == 1
+    assert len(list(second.engine.map(training(second)))) == 2
+    second.close()
+    assert torch.get_num_threads() == 2
+
+
+def test_a_session_that_nobody_holds_leaves_no_process(tiny):
+    session = assemble(tiny(WORKERS))
+    processes = session.engine.processes
+    del session
+    gc.collect()
+    assert all(map(gone, processes))
+
+
+def test_a_refused_session_puts_threads_back(tiny):
+    torch.set_num_threads(2)
+    with pytest.raises(ModelError, match="nonsense"):
+        assemble(tiny({**WORKERS, "model.name": "nonsense"}))
+    assert torch.get_num_threads() == 2
+
+
+def test_updates_that_nobody_took_are_not_mixed_up_with_later_ones(opened):
+    session = opened()
+    tasks = training(session)
+    unfinished = session.engine.map([replace(task, number=9) for task in (*tasks, *tasks, *tasks)])
+    assert next(unfinished).number == 9
+    before = session.engine.processes
+    assert sorted(update.number for update in session.engine.map(tasks)) == [0, 0]
+    assert all(map(gone, before))
+    with pytest.raises(RuntimeError, match="other tasks"):
+        next(unfinished)
+
+
+def test_whoever_stops_in_the_middle_ends_the_workers_at_work(opened):
+    session = opened()
+    before = session.engine.processes
+    tasks = [*training(session), *endless(session)]
+    answers = session.engine.map(tasks)
+    next(answers)
+    with within(10):
+        answers.close()
+        assert all(map(gone, before))
+
+
+class Run:
+    """A process of its own that holds a session; `workers` are the processes of its engine."""
+
+    def __init__(self, work: Callable[[Callable[[object], None]], None]) -> None:
+        reader, writer = os.pipe()
+        self.process = os.fork()
+        if self.process == 0:
+            try:
+                os.setsid()
+                os.close(reader)
+                work(lambda text: os.write(writer, f"{text}\n".encode()) and None)
+            finally:
+                os._exit(3)
+        os.close(writer)
+        self._file = os.fdopen(reader)
+        self.workers = [int(word) for word in self._file.readline().split()]
+
+    def line(self) -> str:
+        return self._file.readline().strip()
+
+    def code(self) -> int:
+        _, status = os.waitpid(self.process, 0)
+        return os.waitstatus_to_exitcode(status)
+
+
+def _evaluate_endlessly(tiny) -> Callable[[Callable[[object], None]], None]:
+    def work(say: Callable[[object], None]) -> None:
+        session = assemble(tiny(WORKERS))
+        say(" ".join(map(str, session.engine.processes)))
+        list(session.engine.map(endless(session)))
+
+    return work
+
+
+def test_workers_leave_when_their_process_is_killed_in_the_middle_of_a_task(tiny):
+    run = Run(_evaluate_endlessly(tiny))
+    assert len(run.workers) == 2
+    time.sleep(0.3)
+    assert all(map(alive, run.workers))
+    os.kill(run.process, signal.SIGKILL)
+    assert run.code() == -signal.SIGKILL
+    wait_until(lambda: not any(map(alive, run.workers)), seconds=20)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_of_the_whole_group_saves_the_run_and_leaves_no_process(number, tiny, tmp_path):
+    """Ctrl-C reaches the workers as well."""
+
+    class Tell(Silent):
+        def __init__(self, say: Callable[[object], None]) -> None:
+            self.say = say
+
+        def round_done(self, record, seconds):
+            self.say(record["round"])
+
+    def work(say: Callable[[object], None]) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        run = start(tiny({**SMALL, **WORKERS, "rounds": 10**4}), tmp_path / "run")
+        say(" ".join(map(str, run.session.engine.processes)))
+        try:
+            play(run, Tell(say))
+        except RunStoppedError:
+            os._exit(0)
+
+    run = Run(work)
+    assert run.line() == "1"
+    os.killpg(run.process, number)
+    with within():
+        assert run.code() == 0
+    assert not any(map(alive, run.workers))
+    assert (tmp_path / "run" / "checkpoints").exists()
+
+
+# What is chosen ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "gpu", "threads", "chosen"),
+    [
+        ({}, False, 4, "workers"),
+        ({}, False, 1, "plain"),
+        ({}, True, 4, "cuda"),
+        ({"threads": 1}, False, 4, "plain"),
+        ({"threads": 2}, False, 1, "workers"),
+        ({"engine": "plain", "threads": 2}, True, 4, "plain"),
+        ({"engine": "workers", "threads": 1}, True, 4, "workers"),
+    ],
+)
+def test_auto_is_the_gpu_or_all_cores(settings, gpu, threads, chosen, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    torch.set_num_threads(threads)
+    assert engines.chosen_engine(parse_config(settings)) == chosen
+
+
+def test_elsewhere_than_on_linux_auto_is_plain(monkeypatch):
+    monkeypatch.setattr(engines, "sys", SimpleNamespace(platform="darwin"))
+    assert engines.chosen_engine(parse_config({"threads": 2})) == "plain"
+
+
+def test_a_run_takes_all_of_torchs_threads_as_workers(opened, monkeypatch):
+    torch.set_num_threads(3)
+    session = opened({"engine": "auto", "threads": 0})
+    assert len(session.engine.processes) == 3
+    session.close()
+    assert torch.get_num_threads() == 3

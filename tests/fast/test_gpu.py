@@ -1,0 +1,265 @@
+"""The Triton kernels against those in plain torch, in both precisions, at sizes that fit no tile; whole networks."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedprophet.attacks.pgd import pgd
+from fedprophet.client.task import LocalTraining
+from fedprophet.fast.draws import Draws
+from fedprophet.fast.kernels import TorchKernels
+from fedprophet.fast.rounds import Backend, EvaluationPlan, TrainingPlan, uncaptured
+from fedprophet.fast.stack import Folded
+from fedprophet.fast.training import Training
+from fedprophet.randomness import generator
+from fedprophet.threat import ThreatModel
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+GPU, CPU = "cuda", "cpu"
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+SIZES = [
+    # clients, samples, side, inputs, outputs
+    pytest.param((1, 5, 6, 16, 48), id="180-rows"),
+    pytest.param((3, 9, 8, 48, 16), id="576-rows"),
+    pytest.param((3, 3, 2, 64, 512), id="12-rows"),
+    pytest.param((1, 37, 4, 512, 64), id="592-rows"),
+]
+HYPER = LocalTraining(iterations=2, batch=3, learning_rate=0.05, momentum=0.9, weight_decay=0.01, strong_convexity=0.02)
+
+
+@pytest.fixture(params=TOLERANCE, ids=["float32", "bf16"])
+def dtype(request) -> torch.dtype:
+    return request.param
+
+
+@pytest.fixture(params=SIZES)
+def size(request) -> tuple[int, int, int, int, int]:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def triton():
+    from fedprophet.fast.gpu import TritonKernels
+
+    return TritonKernels()
+
+
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return numbers that are the same in float32 and in `dtype`, in float32."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).float()
+
+
+def images(size, channels: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    clients, samples, side, _, _ = size
+    return draw(clients, samples, side, side, channels, seed=seed, dtype=dtype)
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    """Return the largest relative error of a client: one that is wrong must not hide behind the others."""
+    differences = (found.float().cpu() - expected).flatten(1).norm(dim=1)
+    return float((differences / expected.flatten(1).norm(dim=1).clamp(min=1e-9)).max())
+
+
+def on_gpu(dtype: torch.dtype, *tensors: Tensor) -> list[Tensor]:
+    return [tensor.to(GPU, dtype) for tensor in tensors]
+
+
+# Kernel by kernel.
+
+
+def test_convolution(triton, size, dtype):
+    clients, _, _, inputs, outputs = size
+    x, weight = images(size, inputs, dtype), draw(clients, 9, inputs, outputs, seed=1, dtype=dtype)
+    shift, mask = draw(clients, outputs, seed=2), images(size, outputs, dtype, seed=3)
+    one, two, three = on_gpu(dtype, x, weight, mask)
+    plain = TorchKernels()
+    assert error(triton.convolve(one, two), plain.convolve(x, weight)) < TOLERANCE[dtype]
+    shift = shift * inputs**0.5
+    found = triton.convolve(one, two, shift.to(GPU))
+    assert found.dtype == dtype
+    assert error(found, plain.convolve(x, weight, shift)) < TOLERANCE[dtype]
+    found = triton.convolve(one, two, mask=three)
+    assert error(found, plain.convolve(x, weight, mask=mask)) < TOLERANCE[dtype]
+    assert not found.cpu()[mask <= 0].any()
+
+
+def test_weight_gradient(triton, size, dtype):
+    _, _, _, inputs, outputs = size
+    x, gradient = images(size, inputs, dtype), images(size, outputs, dtype, seed=4)
+    found = triton.weight_gradient(*on_gpu(dtype, x, gradient))
+    assert found.dtype == torch.float32
+    assert error(found, TorchKernels().weight_gradient(x, gradient)) < TOLERANCE[dtype]
+
+
+def test_pool_and_its_gradient(triton, size, dtype):
+    _, _, side, _, channels = size
+    x = images(size, channels, dtype, seed=5).relu().mul(2).round().div(2)  # many positions are equal
+    gradient = images((*size[:2], side // 2, 0, 0), channels, dtype, seed=6)
+    one, two = on_gpu(dtype, x, gradient)
+    assert torch.equal(triton.pool(one).float().cpu(), TorchKernels().pool(x))
+    assert torch.equal(triton.unpool(one, two).float().cpu(), TorchKernels().unpool(x, gradient))
+
+
+def test_norms(triton, size, dtype):
+    clients, _, _, _, channels = size
+    x, gradient, active = (images(size, channels, dtype, seed=seed) for seed in (7, 8, 9))
+    x = (2 * x + 1).to(dtype).float()
+    a, b, c = (draw(clients, channels, seed=seed) for seed in (10, 11, 12))
+    plain, tensors = TorchKernels(), on_gpu(dtype, gradient, active, x)
+    numbers = [values.to(GPU) for values in (a, b, c)]
+    # Moments and sums are float32 whatever they are of.
+    for found, expected in zip(triton.moments(tensors[2]), plain.moments(x), strict=True):
+        assert error(found, expected) < 1e-5
+    for found, expected in zip(triton.norm_sums(*tensors), plain.norm_sums(gradient, active, x), strict=True):
+        assert error(found, expected) < 1e-4
+    found = triton.scale_shift_relu(tensors[2], numbers[1], numbers[2])
+    assert error(found, plain.scale_shift_relu(x, b, c)) < TOLERANCE[dtype]
+    found = triton.norm_gradient(*tensors, *numbers)
+    assert error(found, plain.norm_gradient(gradient, active, x, a, b, c)) < TOLERANCE[dtype]
+
+
+# Networks.
+
+
+@pytest.fixture(params=[1, 3])
+def case(request, make_case):
+    """Channels 24, 48 and 96 (of which the first is padded), pools, and a head."""
+    return make_case("vgg-small-3", span=(0, 3, 0), clients=request.param, width=24)
+
+
+def test_networks_in_evaluation_mode(case, triton):
+    reference, network = (Folded(case.program, kernels, torch.float32) for kernels in (TorchKernels(), triton))
+    reference.fold(case.stacks())
+    network.fold({name: value.to(GPU) for name, value in case.stacks(triton.multiple).items()})
+    x, targets = case.stacked.to(GPU), case.targets.to(GPU)
+    assert error(network.scores(x), reference.scores(case.stacked)) < 1e-4
+    expected = reference.loss_gradient(case.stacked, case.targets, 0.02)
+    assert error(network.loss_gradient(x, targets, 0.02), expected) < 1e-4
+
+
+def test_steps_of_training(case, triton):
+    trainings = []
+    for kernels, device in ((TorchKernels(), CPU), (triton, GPU)):
+        stacks = {name: value.to(device) for name, value in case.stacks(kernels.multiple).items()}
+        training = Training(case.program, kernels, torch.float32, stacks, HYPER)
+        for _ in range(2):
+            training.step(case.stacked.to(device), case.targets.to(device), Draws(torch.device(device)))
+        trainings.append((training.losses.cpu(), training.layout.clients(training.stacks)))
+    (losses, expected), (mine, found) = trainings
+    torch.testing.assert_close(mine, losses, rtol=1e-5, atol=1e-5)
+    for name, values in expected.items():
+        assert error(found[name], values) < 1e-4, name
+
+
+# Plans.
+
+
+def backend(triton, captures: bool, compute: torch.dtype = torch.float32) -> Backend:
+    from fedprophet.engines.cuda import captured
+
+    return Backend(torch.device(GPU), triton, compute, captured if captures else uncaptured)
+
+
+THREAT = ThreatModel("linf", 0.1, 0.04, 3, (0.0, 1.0))
+
+
+def play(plan: TrainingPlan, case, threat=THREAT, hyper=HYPER):
+    data = [(x.to(GPU), labels.to(GPU)) for x, labels in zip(case.stacked, case.labels, strict=True)]
+    plan.load(case.parameters(), data, hyper, threat)
+    clients, samples = case.labels.shape
+    order = torch.stack([torch.randperm(samples, generator=torch.Generator().manual_seed(k)) for k in range(clients)])
+    plan.run(iter((order[:, :3].to(GPU), order[:, 3:].to(GPU))), range(clients))
+    tensors, losses, sound = plan.results()
+    return {name: value.cpu() for name, value in tensors.items()}, losses, sound
+
+
+def training_plan(triton, case, captures: bool) -> TrainingPlan:
+    clients, samples = case.labels.shape
+    return TrainingPlan(case.program, backend(triton, captures), clients, samples, HYPER, THREAT)
+
+
+def assert_equal_results(one, other) -> None:
+    assert one[1] == pytest.approx(other[1], rel=1e-6)
+    assert one[2] == other[2]
+    for name, values in one[0].items():
+        assert error(values, other[0][name]) < 1e-6, name
+
+
+@pytest.mark.parametrize("options", [{}, {"span": (3, 6, 1)}], ids=["whole", "later-module"])
+def test_a_captured_plan_does_what_it_does_uncaptured(make_case, triton, options):
+    case = make_case(clients=3, **options)
+    plan = training_plan(triton, case, captures=True)
+    direct = training_plan(triton, case, captures=False)
+    for threat, rate in ((THREAT, 0.05), (replace(THREAT, radius=0.02, step=0.01), 0.2), (THREAT, 0.05)):
+        hyper = replace(HYPER, learning_rate=rate)
+        found, expected = (play(each, case, threat, hyper) for each in (plan, direct))
+        assert_equal_results(found, expected)
+    assert found[2] == [True] * 3
+
+
+def test_captured_plans_that_take_turns_do_not_disturb_each_other(make_case, triton):
+    """All graphs compute in one pool of memory."""
+    cases = [make_case(clients=2), make_case(clients=2, span=(0, 4, 0)), make_case(clients=3, span=(3, 6, 1))]
+    plans = [training_plan(triton, case, captures=True) for case in cases]
+    expected = [play(training_plan(triton, case, captures=False), case) for case in cases]
+    for _ in range(2):
+        for plan, case, each in zip(plans, cases, expected, strict=True):
+            assert_equal_results(play(plan, case), each)
+
+
+@pytest.mark.parametrize("measures", [False, True])
+def test_captured_evaluation_and_measuring(make_case, triton, measures):
+    case = make_case(clients=3, samples=40, span=(0, 4, None) if measures else (0, None, None))
+    found = []
+    for captures in (True, False):
+        plan = EvaluationPlan(case.program, backend(triton, captures), 3, 40, THREAT, measures)
+        data = [(x.to(GPU), labels.to(GPU)) for x, labels in zip(case.stacked, case.labels, strict=True)]
+        plan.run(case.parameters()[::-1], data[::-1], replace(THREAT, radius=0.3), (7, 8, 9))
+        found.append(plan.run(case.parameters(), data, THREAT, (1, 2, 3)))
+    assert set(found[0]) == ({"magnitude"} if measures else {"clean", "adversarial"})
+    for name, values in found[0].items():
+        assert values == pytest.approx(found[1][name], rel=1e-5)
+
+
+def test_bf16_learns_what_float32_learns(make_case, triton):
+    case = make_case("vgg-small-3", clients=3, samples=5, width=16)
+    before = case.parameters()
+    found = []
+    for compute in (torch.float32, torch.bfloat16):
+        plan = TrainingPlan(case.program, backend(triton, True, compute), 3, 5, HYPER, None)
+        found.append(play(plan, case, None))
+    (exact, losses, _), (rough, rough_losses, _) = found
+    assert rough_losses == pytest.approx(losses, rel=0.03)
+    moved, off = 0.0, 0.0
+    for name, values in exact.items():
+        if name.endswith(".weight"):
+            start = torch.stack([tensors[name] for tensors in before])
+            moved += float((values - start).square().sum())
+            off += float((rough[name] - values).square().sum())
+    assert (off / moved) ** 0.5 < 0.2
+
+
+def test_draws_on_a_gpu_are_the_clients_own():
+    both, alone = Draws(torch.device(GPU)), Draws(torch.device(GPU))
+    both.renew([3, 7])
+    alone.renew([7])
+    before = torch.cuda.get_rng_state()
+    assert torch.equal(both.uniform("start", (2, 1000))[1], alone.uniform("start", (1, 1000))[0])
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+    first = both.uniform("start", (2, 1000)).clone()
+    both.renew([3, 7])
+    assert torch.equal(both.uniform("start", (2, 1000)), first)
+
+
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+def test_the_plain_attack_starts_where_it_starts_on_the_cpu(norm):
+    """Its draws come from the generator's device, wherever the images are."""
+    clean, threat = torch.rand(4, 3, 8, 8), ThreatModel(norm, 0.1, 0.05, 1)
+    on_cpu, on_gpu = (
+        pgd(lambda x: 0 * x.sum(), images, threat, generator(0, "attack")) for images in (clean, clean.to(GPU))
+    )
+    torch.testing.assert_close(on_gpu.cpu(), on_cpu)
+    assert float((on_cpu - clean).abs().max()) > 0.001
