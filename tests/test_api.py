@@ -89,7 +89,8 @@ def test_evaluate_and_export(net, data, tmp_path):
     run = fedprophet.train(SETTINGS, model=net, data=data, out=tmp_path / "run")
     results = fedprophet.evaluate(run.path, ["clean", "pgd1"], model=net, data=data)
     assert results.pop("warnings") == []
-    assert results == {key: run.results[key] for key in ("norm_layers", "public_samples", "personalised", "global")}
+    keys = ("starting_weights", "norm_layers", "public_samples", "personalised", "global")
+    assert results == {key: run.results[key] for key in keys}
     some = fedprophet.evaluate(run.path, "clean,pgd1", samples=3, masking_check=False, model=net, data=data)
     assert [cell["samples"] for cell in some["global"].values()] == [3, 3]
     with pytest.raises(ConfigError, match="the number of samples must be at least 1, not 0"):

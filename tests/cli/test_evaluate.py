@@ -33,7 +33,7 @@ def run(finished, tmp_path):
 def test_json_has_the_documented_keys_and_no_others(cli, run):
     said = cli("evaluate", run, "--json")
     results = said.json
-    assert list(results) == ["norm_layers", "public_samples", "personalised", "global", "warnings"]
+    assert list(results) == ["starting_weights", "norm_layers", "public_samples", "personalised", "global", "warnings"]
     assert results["warnings"] == []
     assert list(results["norm_layers"]) == ["personalised", "global"]
     for part in ("personalised", "global"):
@@ -56,7 +56,9 @@ def test_the_same_attack_gives_the_numbers_of_the_run(cli, run):
     results = json.loads((run / "results.json").read_text())
     again = cli("evaluate", run, "--attack", "clean,pgd2", "--no-masking-check", "--json").json
     assert again.pop("warnings") == []
-    assert again == {key: results[key] for key in ("norm_layers", "public_samples", "personalised", "global")}
+    assert again == {
+        key: results[key] for key in ("starting_weights", "norm_layers", "public_samples", "personalised", "global")
+    }
     journal = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
     best = journal[results["stages"][-1]["round"] - 1]
     assert again["personalised"]["clean"]["accuracy"] == best["clean"]

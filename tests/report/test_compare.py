@@ -138,7 +138,7 @@ def test_without_a_fitting_jfat_run_there_is_no_speedup(write_run, tmp_path):
     setting = only(compare([write_run("a b", "fedprophet"), write_run("b", "jfat", "model.options={width=4}")]))
     assert [row.speedup is None for row in setting.rows] == [False, True]
     note = said(setting, "No speed-up for FedProphet")
-    assert note.endswith(f"Make one with: fedprophet train '{tmp_path}/a b/config.toml' --method jfat")
+    assert note.endswith("started from: fedprophet train PRESET --method jfat")
     only_jfat = only(compare([tmp_path / "b"]))
     assert not [note for note in setting_notes(only_jfat) if "speed-up" in note.lower()]
 

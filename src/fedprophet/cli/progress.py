@@ -350,6 +350,8 @@ def _measured_with(results: Mapping[str, Any]) -> Iterator[str]:
     for part, text in MEASURED_ON.items():
         layers = results.get("norm_layers", {}).get(part)
         yield f"{part}: {text}{left_out.get(part, '')}" + (f"; norm layers: {layers}" if layers else "")
+    if "starting_weights" in results:
+        yield f"starting weights: {results['starting_weights'] or 'drawn at random'}"
 
 
 def _interval(cell: Mapping[str, Any]) -> str:

@@ -120,10 +120,11 @@ def _speedups(setting: Setting) -> Iterator[str]:
     references = [row for row in setting.rows if row.method == REFERENCE and row.finished]
     missing = [row for row in setting.rows if row.finished and not candidates(row, references)]
     if missing:
-        config = shlex.quote(str(missing[-1].runs[0].path / "config.toml"))
+        # Not from a run's own config.toml: it has the rounds of that run's method.
         yield (
             f"No speed-up for {', '.join(row.label for row in missing)}: no finished jFAT run with the same data, "
-            f"model and fleet is given. Make one with: fedprophet train {config} --method {REFERENCE}"
+            f"model and fleet is given. Make one from the preset or file that they were started from: "
+            f"fedprophet train PRESET --method {REFERENCE}"
         )
     choices = [row for row in setting.rows if len(candidates(row, references)) > 1]
     if choices:

@@ -213,8 +213,9 @@ def exported_model(session: Session, state: Any, engine: Engine) -> Mapping[str,
 
 
 def conditions(session: Session) -> dict[str, Any]:
-    """Return what the accuracies are measured with, for people and files: norm layers, and what left the test set."""
+    """Return what the accuracies depend on, for people and files: the start, norm layers, what left the test set."""
     return {
+        "starting_weights": session.config.model.weights or None,
         "norm_layers": {"personalised": session.method.client_norm_layers, "global": session.method.norm_layers},
         "public_samples": len(session.population.client_data(SERVER).train),
     }
