@@ -85,7 +85,7 @@ def lines(path):
 
 def test_the_result_is_printed_and_written(undisturbed, finished):
     result, written = undisturbed
-    assert list(result) == ["norm_layers", "public_samples", "personalised", "global", "warnings"]
+    assert list(result) == ["starting_weights", "norm_layers", "public_samples", "personalised", "global", "warnings"]
     assert {key: written[key] for key in result} == result
     assert (written["round"], written["seed"], written["radius"]) == (2, 0, 0.1)
     closing = json.loads((finished / "results.json").read_text())
