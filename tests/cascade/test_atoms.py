@@ -683,6 +683,36 @@ def test_mode_puts_back_exactly_the_flags_it_found():
     assert [module.training for module in (*model.modules(), *chain.atoms)] == before
 
 
+def test_a_module_that_sets_its_flag_in_its_own_way_keeps_that_way():
+    heard = []
+
+    class Layer(nn.Linear):
+        def __setattr__(self, name, value):
+            if name == "training":
+                heard.append(value)
+            super().__setattr__(name, value)
+
+    chain = explicit_chain([("layer", Layer(2, 2)), ("rest", nn.Dropout())])
+    heard.clear()
+    with chain.mode(0, 2, training=False):
+        assert heard == [False]
+        assert not chain.atoms[1].calls[0].training
+    assert heard == [False, True]
+
+
+def test_the_copy_of_a_chain_has_modes_of_its_own():
+    chain = chain_of(build("vgg-small", (1, 8, 8), 3))
+    with chain.mode(0, 2, training=False):
+        pass
+    other = copy.deepcopy(chain)
+    with other.mode(0, 2, training=False):
+        assert not other.model.features[0].training
+        assert chain.model.features[0].training
+    with chain.mode(0, 2, training=False):
+        assert other.model.features[0].training
+        assert not chain.model.features[0].training
+
+
 def test_cutting_leaves_mixed_flags_and_random_state_alone():
     model = Reused().eval()
     model.drop.train()

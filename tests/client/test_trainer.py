@@ -135,3 +135,30 @@ def test_training_stops_at_a_loss_that_is_not_finite() -> None:
     loss = train(TASK, segment, torch.full((4, 2), float("nan")), torch.tensor([0, 1, 0, 1]))
     assert loss != loss
     assert torch.equal(layer.weight, weight)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_training_takes_the_steps_of_torchs_own_optimiser_bit_for_bit(momentum: float, weight_decay: float) -> None:
+    hyper = LocalTraining(7, 4, 0.3, momentum=momentum, weight_decay=weight_decay, strong_convexity=0.0)
+    task = replace(TASK, training=hyper)
+    inputs, labels = torch.randn(10, 5, generator=torch.Generator().manual_seed(2)), torch.arange(10) % 3
+    (ours, segment), (theirs, _) = _linear(5, 3), _linear(5, 3)
+    # A parameter that the loss does not depend on has no gradient, and is not decayed either.
+    ours.unused, theirs.unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    segment = Segment(explicit_chain([("layer", ours)]), 0, 1, None)
+    assert ours.unused in set(segment.parameters())
+    loss = train(task, segment, inputs, labels)
+    optimiser = torch.optim.SGD(theirs.parameters(), lr=0.3, momentum=momentum, weight_decay=weight_decay)
+    losses = []
+    for batch in batches(10, 4, 7, task):
+        value = nn.functional.cross_entropy(theirs(inputs[batch]), labels[batch], reduction="none").mean()
+        optimiser.zero_grad()
+        value.backward()
+        optimiser.step()
+        losses.append(float(value.detach()))
+    for name, parameter in ours.named_parameters():
+        assert torch.equal(parameter, theirs.get_parameter(name))
+        assert parameter.grad is None
+    assert loss == sum(losses) / 7
+    assert len(set(losses)) == 7

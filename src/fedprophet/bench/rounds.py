@@ -56,7 +56,7 @@ class Settings:
 
     def measured(self, method: str, engine: str) -> Config:
         """Return the configuration of a session whose every round is attacked and evaluated, and ends no stage."""
-        # A small preset asks for one core, and there is a worker for each core that is asked for.
+        # A worker for each core, whatever torch takes as its own number of threads.
         cores = (f"threads={machine.cores()}",) if engine == WORKERS else ()
         steady = ("train.warmup=0", "convergence.gate=0", "evaluate.every=1", f"rounds={self.repeat + 1}")
         return load_config(self.preset, [*cores, *self.overrides, *steady, f"method={method}", f"engine={engine}"])

@@ -9,6 +9,7 @@ server's store of fixed modules and the clients' own layers stay in this process
 first needs it there, a client's layers go with its task, and what the client wants to keep comes back.
 """
 
+import ctypes
 import os
 import select
 import selectors
@@ -43,6 +44,9 @@ CACHING: frozenset[TaskKind] = frozenset({"train", "measure"})
 """Kinds of task that cache a client's features behind frozen modules."""
 SECONDS_TO_LEAVE = 5.0
 """A worker that has not ended by then is killed."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_KEPT, _KEPT_PIECE = 2**31 - 1, 2**25
+"""Bytes that the C library keeps: in all, and the largest piece, of which it takes no more."""
 SECONDS_BETWEEN_LOOKS = 2.0
 """How often a worker looks whether the process that it works for is still there."""
 
@@ -346,6 +350,7 @@ def _work(
 ) -> NoReturn:
     """Be a worker: carry out jobs until nobody is there to give any."""
     torch.set_num_threads(1)
+    _keep_memory()
     # Ctrl-C and polite kills are for the process that the workers work for; they end with it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -368,6 +373,14 @@ def _work(
             channel.send(_outcome(job, plain, workspaces, desk))
         except ClosedError:
             leave()
+
+
+def _keep_memory() -> None:
+    """Have the C library keep memory that is freed: the next batch needs as much, and new pages cost time."""
+    with suppress(AttributeError):  # another C library than glibc
+        options = ctypes.CDLL(None).mallopt
+        options(_M_MMAP_THRESHOLD, _KEPT_PIECE)
+        options(_M_TRIM_THRESHOLD, _KEPT)
 
 
 def _watch(channel: Channel, parent: int, leave: Callable[[], NoReturn]) -> None:
