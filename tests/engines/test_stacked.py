@@ -13,7 +13,7 @@ from fedprophet.client.task import SERVER, ClientTask
 from fedprophet.data.dataset import from_tensors
 from fedprophet.engines.stacked import Limits, Resident, StackedEngine, _sizes, evaluated_positions
 from fedprophet.fast.kernels import TorchKernels
-from fedprophet.fast.rounds import Backend, EvaluationPlan, TrainingPlan, uncaptured
+from fedprophet.fast.rounds import Backend, TrainingPlan, uncaptured
 from fedprophet.methods import METHODS
 from fedprophet.models.normalize import Normalize
 from fedprophet.runs.session import assemble
@@ -164,10 +164,8 @@ def test_groups_have_clients_of_one_size(session_of, monkeypatch):
     real = TrainingPlan.__post_init__
     monkeypatch.setattr(TrainingPlan, "__post_init__", lambda self: (made.append(self), real(self))[1])
     assert_same_training(session, joint(session, clients=range(7), threat=None))
-    counts = {size: list(sizes.values()).count(size) for size in sizes.values()}
-    # A group of more than four is filled up to an even size.
-    expected = {size: count + (count > 4 and count % 2) for size, count in counts.items()}
-    assert {plan.samples: plan.clients for plan in made} == expected
+    expected = {size: list(sizes.values()).count(size) for size in sizes.values()}
+    assert {plan.samples: plan.ladder.clients for plan in made} == expected
 
 
 def test_batches_of_two_sizes_and_several_passes(session_of):
@@ -441,10 +439,27 @@ def test_features_are_computed_once(cascade, monkeypatch):
     tasks = [replace(session.method._train_task(state, client, 2), threat=None) for client in range(3)]
     engine, computed = stacked(session), []
     real = StackedEngine._features
-    monkeypatch.setattr(StackedEngine, "_features", lambda self, job: (computed.append(job), real(self, job))[1])
+    monkeypatch.setattr(StackedEngine, "_features", lambda self, jobs: (computed.extend(jobs), real(self, jobs))[1])
     for later in range(3):
         list(engine.map([replace(task, round=task.round + later) for task in tasks]))
     assert [job.task.client for job in computed] == [0, 1, 2]
+
+
+def test_clients_that_train_ahead_are_carried_out_with_the_others(cascade, monkeypatch):
+    """Modules m … M_k differ from client to client (Section 6.3); all of them are one ladder."""
+    session = cascade.session
+    state = cascade.states[0]
+    sizes = {client: len(session.population.client_data(client).train) for client in range(session.population.size)}
+    same = [client for client in sizes if list(sizes.values()).count(sizes[client]) >= 4]
+    ahead = dict(zip([client for client in same if sizes[client] == sizes[same[0]]], (1, 2, 0, 2), strict=False))
+    assert len(ahead) == 4
+    tasks = [replace(session.method._train_task(state, client, last), threat=None) for client, last in ahead.items()]
+    made = []
+    real = TrainingPlan.__post_init__
+    monkeypatch.setattr(TrainingPlan, "__post_init__", lambda self: (made.append(self), real(self))[1])
+    assert_same_training(session, tasks)
+    assert [plan.ladder.clients for plan in made] == [4]
+    assert len(made[0].ladder.exits) == 3
 
 
 # What cannot be fused.
@@ -547,7 +562,7 @@ def test_plans_make_room_for_others(session_of):
         list(roomy.map(group))
     assert len(keen._plans) == 1
     assert len(roomy._plans) > 1
-    assert all(isinstance(plan, TrainingPlan | EvaluationPlan) and plan.nbytes > 0 for plan in roomy._plans.values())
+    assert all(plan.nbytes > 0 for plan in roomy._plans.values())
 
 
 def test_residents_make_room_for_others():

@@ -14,7 +14,7 @@ from fedprophet.cascade.atoms import Chain, chain_of
 from fedprophet.cascade.heads import build_head
 from fedprophet.client.segment import Segment
 from fedprophet.fast.kernels import TorchKernels
-from fedprophet.fast.program import Program, read_program
+from fedprophet.fast.program import Ladder, Program, read_program
 from fedprophet.fast.stack import Layout
 from fedprophet.models.normalize import Normalize
 
@@ -59,6 +59,11 @@ class Case:
         return self.x.permute(0, 1, 3, 4, 2).contiguous()
 
     @property
+    def ladder(self) -> Ladder:
+        """The clients' programs, which are all the same."""
+        return Ladder((self.program,) * len(self.segments))
+
+    @property
     def targets(self) -> Tensor:
         return torch.eye(CLASSES)[self.labels]
 
@@ -68,7 +73,7 @@ class Case:
 
     def stacks(self, multiple: int = 1) -> dict[str, Tensor]:
         """Return the same as stacks, in memory of their own."""
-        stacks = Layout(self.program, multiple).stacked(self.parameters(), torch.device("cpu"))
+        stacks = Layout(self.ladder, multiple).stacked(self.parameters(), torch.device("cpu"))
         return {name: value.clone(memory_format=torch.contiguous_format) for name, value in stacks.items()}
 
 

@@ -1,14 +1,15 @@
 """PGD on stacks: inside ball and bounds, and as strong as the plain one."""
 
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
 
 from fedprophet.attacks.pgd import pgd
-from fedprophet.fast.attack import attack
+from fedprophet.fast.attack import Attack
 from fedprophet.fast.draws import Draws
-from fedprophet.fast.kernels import TorchKernels
+from fedprophet.fast.kernels import Scaling, TorchKernels
 from fedprophet.fast.stack import Folded
 from fedprophet.randomness import generator
 from fedprophet.threat import ThreatModel
@@ -16,10 +17,27 @@ from fedprophet.threat import ThreatModel
 CPU = torch.device("cpu")
 
 
-def attacked(gradient, clean, threat: ThreatModel, seeds=(1, 2)):
-    draws = Draws(CPU)
+@dataclass
+class Plain:
+    """A network of which the attack needs nothing but how it reads inputs."""
+
+    read: Scaling
+    kernels = TorchKernels()
+    spreads = False
+
+    def scaling(self, _):
+        return self.read
+
+
+def attacked(gradient, clean, threat: ThreatModel, seeds=(1, 2), network=None):
+    """Return perturbed inputs; the gradient is given scaled ones, and the result is scaled back."""
+    draws, attack = Draws(CPU), Attack(threat, CPU)
     draws.renew(seeds)
-    return attack(gradient, clean, threat, torch.tensor(threat.radius), torch.tensor(threat.step), draws)
+    attack.set(threat)
+    channels = clean.shape[-1]
+    network = network or Plain(Scaling(torch.zeros(channels), torch.ones(channels), torch.float32, channels))
+    scaling = network.scaling(CPU)
+    return attack(gradient, clean, network, draws) * scaling.std + scaling.mean
 
 
 def constant(direction):
@@ -76,6 +94,29 @@ def test_starts_are_spread_and_differ_between_samples_and_clients(clean):
     assert not torch.equal(uniform[0], uniform[1])
 
 
+def test_inputs_are_scaled_padded_and_their_gradient_scaled_back(clean):
+    """The gradient is that of (x − mean) / std: in an l2 ball its direction depends on each channel's deviation."""
+    scaling = Scaling(torch.tensor([0.5, 0.1]), torch.tensor([0.5, 0.25]), torch.float32, 4)
+    seen = []
+
+    def gradient(z):
+        seen.append(z)
+        return torch.ones_like(z)
+
+    attack, draws = Attack(ThreatModel("l2", 1.0, 100.0, 1), CPU), Draws(CPU)
+    draws.renew((1, 2))
+    attack.set(ThreatModel("l2", 1.0, 100.0, 1))
+    before = clean.clone()
+    found = attack(gradient, clean, Plain(scaling), draws)
+    assert torch.equal(clean, before)
+    assert seen[0].shape[-1] == found.shape[-1] == 4
+    assert not found[..., 2:].any()
+    delta = found[..., :2] * scaling.std + scaling.mean - clean
+    # A step of 100 along (1 / 0.5, 1 / 0.25) leaves nothing of the start.
+    torch.testing.assert_close(delta[..., 1] / delta[..., 0], torch.full(delta.shape[:-1], 2.0), rtol=0.1, atol=0)
+    torch.testing.assert_close(norms(delta), torch.ones(2, 3))
+
+
 def test_a_gradient_of_zero_is_no_division_by_zero(clean):
     for norm in ("linf", "l2"):
         assert torch.isfinite(attacked(constant(0.0), clean, ThreatModel(norm, 0.1, 0.1, 3))).all()
@@ -99,9 +140,9 @@ def test_clients_do_not_depend_on_each_other(clean):
 )
 def test_losses_are_as_high_as_the_plain_attacks(make_case, threat, span):
     case = make_case(span=span, samples=64)
-    network = Folded(case.program, TorchKernels(), torch.float32)
+    network = Folded(case.ladder, TorchKernels(), torch.float32)
     network.fold(case.stacks())
-    found = attacked(lambda z: network.loss_gradient(z, case.targets, 0.01), case.stacked, threat)
+    found = attacked(lambda z: network.loss_gradient(z, case.targets, 0.01), case.stacked, threat, network=network)
     for client, segment in enumerate(case.segments):
         x, labels = case.x[client], case.labels[client]
 
@@ -118,10 +159,10 @@ def test_losses_are_as_high_as_the_plain_attacks(make_case, threat, span):
 
 def test_features_move_as_far_as_under_the_plain_attack(make_case):
     case, threat = make_case(span=(0, 4, None), samples=64), ThreatModel("linf", 0.1, 0.03, 10, (0.0, 1.0))
-    network = Folded(case.program, TorchKernels(), torch.float32)
+    network = Folded(case.ladder, TorchKernels(), torch.float32)
     network.fold(case.stacks())
-    clean = network.features(case.stacked)
-    found = attacked(lambda z: network.shift_gradient(z, clean), case.stacked, threat)
+    clean = network.features(network.prepare(case.stacked))
+    found = attacked(lambda z: network.shift_gradient(z, clean), case.stacked, threat, network=network)
     for client, segment in enumerate(case.segments):
         x = case.x[client]
         with segment.mode(training=False):

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fedprophet.fast.kernels import TorchKernels
+from fedprophet.fast.kernels import TorchKernels, gathered
 
 KERNELS = TorchKernels()
 
@@ -51,6 +51,17 @@ def test_convolution(x, weight):
         torch.testing.assert_close(plain(found[client]), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_the_turned_convolution_takes_gradients_back(x, weight):
+    gradient, mask = draw(2, 3, 4, 6, 7, seed=3), draw(2, 3, 4, 6, 5, seed=4)
+    images = plain(x[1]).clone().requires_grad_()
+    outputs = F.conv2d(images, filters(weight[1]), padding=1)
+    (expected,) = torch.autograd.grad(outputs, images, plain(gradient[1]))
+    out = torch.empty_like(x)
+    found = KERNELS.convolve(gradient, weight, mask=mask, turned=True, out=out)
+    assert found is out
+    torch.testing.assert_close(plain(out[1]), expected * (plain(mask[1]) > 0), rtol=1e-5, atol=1e-5)
+
+
 def test_shift_and_relu(x, weight):
     shift = draw(2, 7, seed=2)
     bare, found = KERNELS.convolve(x, weight), KERNELS.convolve(x, weight, shift)
@@ -77,7 +88,7 @@ def test_weight_gradient(x):
 
 
 def test_pool(x):
-    found = KERNELS.pool(x)
+    found, _ = KERNELS.pool(x)
     assert found.shape == (2, 3, 2, 3, 5)
     for client in range(2):
         assert torch.equal(plain(found[client]), F.max_pool2d(plain(x[client]), 2))
@@ -86,7 +97,8 @@ def test_pool(x):
 def test_the_gradient_of_a_relu_and_a_pool(x):
     before = draw(2, 3, 4, 6, 5, seed=5)
     gradient = draw(2, 3, 2, 3, 5, seed=6)
-    found = KERNELS.unpool(before.relu(), gradient)
+    _, winners = KERNELS.pool(before.relu())
+    found = KERNELS.unpool(winners, gradient)
     for client in range(2):
         source = before[client].clone().requires_grad_()
         F.max_pool2d(plain(source.relu()), 2).backward(plain(gradient[client]))
@@ -97,8 +109,18 @@ def test_the_gradient_of_a_relu_and_a_pool(x):
 def test_the_first_of_equal_positions_takes_the_whole_gradient():
     active = torch.tensor([[2.0, 2.0], [2.0, 1.0]]).view(1, 1, 2, 2, 1)
     gradient = torch.full((1, 1, 1, 1, 1), 3.0)
-    assert KERNELS.unpool(active, gradient).flatten().tolist() == [3, 0, 0, 0]
-    assert KERNELS.unpool(torch.zeros(1, 1, 2, 2, 1), gradient).flatten().tolist() == [0, 0, 0, 0]
+    assert KERNELS.unpool(KERNELS.pool(active)[1], gradient).flatten().tolist() == [3, 0, 0, 0]
+    _, nobody = KERNELS.pool(torch.zeros(1, 1, 2, 2, 1))
+    assert nobody.dtype == torch.uint8
+    assert KERNELS.unpool(nobody, gradient).flatten().tolist() == [0, 0, 0, 0]
+
+
+def test_what_taps_send_is_gathered_as_the_turned_convolution_does(weight):
+    gradient = draw(2, 3, 4, 6, 7, seed=3)
+    senders = F.pad(weight.flatten(1, 2).transpose(1, 2), (0, 3))
+    spread = torch.bmm(gradient.flatten(1, 3), senders).view(2, 3, 4, 6, 48)
+    expected = KERNELS.convolve(gradient, weight, turned=True)
+    torch.testing.assert_close(gathered(spread, 5), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_moments(x):

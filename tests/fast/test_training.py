@@ -9,8 +9,9 @@ from fedprophet.client.task import ClientTask, LocalTraining
 from fedprophet.client.trainer import batches, train
 from fedprophet.fast.draws import Draws
 from fedprophet.fast.kernels import TorchKernels
-from fedprophet.fast.rounds import Backend, EvaluationPlan, TrainingPlan, one_hot, uncaptured
-from fedprophet.fast.stack import Layout
+from fedprophet.fast.program import Ladder
+from fedprophet.fast.rounds import Backend, Evaluation, TrainingPlan, one_hot, uncaptured
+from fedprophet.fast.stack import Folded, Layout
 from fedprophet.fast.training import Training
 from fedprophet.threat import ThreatModel, input_threat
 
@@ -31,7 +32,7 @@ def trained_plainly(case, hyper: LocalTraining):
 def trained_stacked(case, kernels, hyper: LocalTraining, seeds=None):
     """Train the same on a stack, on the plain trainer's batches; return its losses and tensors."""
     clients, samples = case.labels.shape
-    training = Training(case.program, kernels, torch.float32, case.stacks(kernels.multiple), hyper)
+    training = Training(case.ladder, kernels, torch.float32, case.stacks(kernels.multiple), hyper)
     training.reset(hyper.learning_rate)
     rows = torch.arange(clients).unsqueeze(1)
     drawn = [list(batches(samples, hyper.batch, hyper.iterations, task_of(k))) for k in range(clients)]
@@ -40,7 +41,7 @@ def trained_stacked(case, kernels, hyper: LocalTraining, seeds=None):
         chosen = torch.stack([positions[iteration] for positions in drawn])
         renewed = draws.setdefault(chosen.shape[1], Draws(CPU))
         renewed.renew([iteration + 100 * seed for seed in (seeds or range(clients))])
-        training.step(case.stacked[rows, chosen], case.targets[rows, chosen], renewed)
+        training.step(training.prepare(case.stacked[rows, chosen]), case.targets[rows, chosen], renewed)
     return (training.losses / hyper.iterations).tolist(), training.layout.clients(training.stacks)
 
 
@@ -106,10 +107,10 @@ def test_padding_stays_zero(make_case):
     case = make_case()
     kernels = TorchKernels()
     kernels.multiple = 16
-    training = Training(case.program, kernels, torch.float32, case.stacks(16), HYPER)
+    training = Training(case.ladder, kernels, torch.float32, case.stacks(16), HYPER)
     for _ in range(3):
-        training.step(case.stacked, case.targets, Draws(CPU))
-    real = Layout(case.program, 16).clients(training.stacks)
+        training.step(training.prepare(case.stacked), case.targets, Draws(CPU))
+    real = Layout(case.ladder, 16).clients(training.stacks)
     for name, stack in training.stacks.items():
         assert stack.count_nonzero() == real[name].count_nonzero()
 
@@ -117,10 +118,10 @@ def test_padding_stays_zero(make_case):
 def test_clients_do_not_touch_each_other(make_case):
     case = make_case()
     _, whole = trained_stacked(case, TorchKernels(), HYPER)
-    training = Training(case.program, TorchKernels(), torch.float32, case.stacks(), HYPER)
+    training = Training(case.ladder, TorchKernels(), torch.float32, case.stacks(), HYPER)
     x = case.stacked.clone()
     x[0] = float("nan")
-    training.step(x, case.targets, Draws(CPU))
+    training.step(training.prepare(x), case.targets, Draws(CPU))
     assert not all(torch.isfinite(stack[0]).all() for stack in training.stacks.values())
     assert all(torch.isfinite(stack[1]).all() for stack in training.stacks.values())
     assert torch.isfinite(training.losses).tolist() == [False, True]
@@ -164,8 +165,7 @@ def backend(kernels=None) -> Backend:
 
 
 def plan_of(case, threat: ThreatModel | None = None, hyper: LocalTraining = HYPER) -> TrainingPlan:
-    clients, samples = case.labels.shape
-    return TrainingPlan(case.program, backend(), clients, samples, hyper, threat)
+    return TrainingPlan(case.ladder, backend(), case.labels.shape[1], hyper, threat)
 
 
 def play(plan: TrainingPlan, case, threat=None, hyper=HYPER, seeds=(1, 2)):
@@ -185,7 +185,8 @@ def test_a_plan_is_used_again_without_a_trace(make_case):
     play(used, other, strong, replace(HYPER, learning_rate=0.5), seeds=(8, 9))
     again, fresh = play(used, case, weak), play(plan_of(case, weak), case, weak)
     assert again[1:] == fresh[1:]
-    assert all(torch.equal(again[0][name], fresh[0][name]) for name in fresh[0])
+    for one, other in zip(again[0], fresh[0], strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in other)
     stronger = play(used, case, strong)
     assert stronger[1] != again[1]
 
@@ -206,30 +207,58 @@ def test_results_are_in_memory_of_their_own(make_case):
     case = make_case()
     plan = plan_of(case)
     tensors, _, _ = play(plan, case)
-    copies = {name: value.clone() for name, value in tensors.items()}
+    copies = [{name: value.clone() for name, value in own.items()} for own in tensors]
     play(plan, case, hyper=replace(HYPER, learning_rate=0.3))
-    assert all(torch.equal(tensors[name], copies[name]) for name in copies)
+    for own, copy in zip(tensors, copies, strict=True):
+        assert all(torch.equal(own[name], copy[name]) for name in copy)
 
 
 def test_a_plan_says_how_much_memory_it_holds(make_case):
     case = make_case()
-    plan = plan_of(case)
+    threat = input_threat(0.1, 0.05, 1)
+    plan = plan_of(case, threat)
     inputs = case.stacked.nbytes + case.labels.nbytes
     assert plan.nbytes == inputs
-    play(plan, case)
+    play(plan, case, threat)
     parameters = sum(value.nbytes for value in case.stacks().values())
     assert plan.nbytes > inputs + 2 * parameters
-    evaluation = EvaluationPlan(case.program, backend(), 2, 5, None)
-    assert evaluation.nbytes == inputs
+
+
+def evaluation(case, threat: ThreatModel | None) -> Evaluation:
+    folded = Folded(case.ladder, TorchKernels(), torch.float32)
+    folded.fold(case.stacks())
+    return Evaluation(folded, case.stacked, case.labels, threat, (1, 2))
 
 
 @pytest.mark.parametrize("threat", [ThreatModel("l2", 0.0, 0.1, 5), ThreatModel("linf", 0.1, 0.1, 0)])
 def test_a_harmless_threat_moves_nothing(make_case, threat):
-    case = make_case(span=(0, 4, None))
-    plan = EvaluationPlan(case.program, backend(), 2, 5, threat, measures=True)
-    found = plan.run(case.parameters(), list(zip(case.stacked, case.labels, strict=True)), threat, (1, 2))
-    assert found == {"magnitude": [0.0, 0.0]}
-    whole = make_case()
-    plan = EvaluationPlan(whole.program, backend(), 2, 5, threat)
-    found = plan.run(whole.parameters(), list(zip(whole.stacked, whole.labels, strict=True)), threat, (1, 2))
-    assert found["clean"] == found["adversarial"]
+    case, whole = make_case(span=(0, 4, None)), make_case()
+    assert evaluation(case, threat).magnitudes()["magnitude"].tolist() == [0.0, 0.0]
+    found = evaluation(whole, threat).answers()
+    assert torch.equal(found["clean"], found["adversarial"])
+
+
+def test_clients_on_a_ladder_train_as_each_does_alone(make_case):
+    ends = ((0, None, None), (0, 6, 1), (0, 4, 0), (0, 4, 0))
+    alone = [make_case(span=span, clients=4) for span in ends]
+    threat = input_threat(0.05, 0.02, 2)
+    ladder = Ladder(tuple(case.program for case in alone))
+    data = list(zip(alone[0].stacked, alone[0].labels, strict=True))
+    parameters = [case.parameters()[number] for number, case in enumerate(alone)]
+    drawn = [list(batches(5, 3, 4, task_of(k))) for k in range(4)]
+
+    def trained(ladder, numbers):
+        plan = TrainingPlan(ladder, backend(), 5, HYPER, threat)
+        plan.load([parameters[n] for n in numbers], [data[n] for n in numbers], HYPER, threat)
+        chosen = zip(*(drawn[n] for n in numbers), strict=True)
+        plan.run((torch.stack(positions) for positions in chosen), [n + 1 for n in numbers])
+        return plan.results()
+
+    together, losses, sound = trained(ladder, range(4))
+    assert sound == [True] * 4
+    for number, case in enumerate(alone):
+        (expected,), (loss,), _ = trained(Ladder((case.program,)), [number])
+        assert losses[number] == pytest.approx(loss, rel=1e-4)
+        assert set(together[number]) == set(expected)
+        for name, value in expected.items():
+            torch.testing.assert_close(together[number][name], value, rtol=1e-3, atol=1e-4)

@@ -1,7 +1,7 @@
 """One NVIDIA GPU as the fast engine's device: bf16 or float32, Triton kernels, captured graphs."""
 
+import gc
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -13,8 +13,8 @@ from fedprophet.errors import ConfigError
 from fedprophet.fast.rounds import Backend
 from fedprophet.fleet.population import Population
 
-WARM_UP = 2
-"""A kernel is compiled and loaded when it first runs, which a graph cannot capture."""
+USES_BEFORE = 1
+"""So often work is done as it is: a kernel is compiled when it first runs, which a graph cannot capture."""
 ACTIVATIONS_SHARE, RESIDENT_SHARE, PLANS_SHARE = 0.25, 0.25, 0.25
 """Shares of the device's memory for the activations of one group, and for inputs and plans that stay between rounds."""
 
@@ -42,35 +42,58 @@ def cuda_backend(compute: torch.dtype) -> Backend:
         from fedprophet.fast.gpu import TritonKernels
     except ImportError as error:
         raise ConfigError(f'engine = "cuda" needs Triton, which comes with torch for CUDA: {error}') from error
-    return Backend(torch.device("cuda", torch.cuda.current_device()), TritonKernels(), compute, captured)
+    return Backend(torch.device("cuda", torch.cuda.current_device()), TritonKernels(), compute, Captured)
 
 
 @cache
-def _pool() -> Any:
-    return torch.cuda.graph_pool_handle()
+def _pool() -> torch.cuda.CUDAGraph:
+    """Return a graph whose pool of memory all others use. It stays: a pool without a graph is given back."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.zeros((), device="cuda")
+    return graph
 
 
-@dataclass(frozen=True)
-class _Graph:
-    """A captured graph. It reads what the work holds on to, so both live as long."""
+class Captured:
+    """Work on fixed memory. It is done as it is the first times, which compiles and loads its kernels, and is then
+    captured as a graph: all its kernels are launched at once from then on.
+    """
 
-    work: Callable[[], None]
-    graph: torch.cuda.CUDAGraph
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+        self._uses = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self) -> None:
-        self.graph.replay()
+        self._uses += 1
+        if self._uses <= USES_BEFORE:
+            self._work()
+            return
+        if self._graph is None:
+            self._graph = _capture(self._work)
+        self._graph.replay()
 
 
-def captured(work: Callable[[], None]) -> Callable[[], None]:
-    """Capture work on fixed memory as a graph: all its kernels are launched at once from then on."""
-    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+def _capture(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    graph, stream = torch.cuda.CUDAGraph(), _stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(WARM_UP):
-            work()
+    collecting = gc.isenabled()
+    gc.disable()  # a graph that is collected now would be destroyed in the middle of the capture
+    try:
+        with torch.cuda.stream(stream):
+            # All graphs use one pool of memory: they run one after the other, and nothing that is made inside lasts.
+            graph.capture_begin(pool=_pool().pool(), capture_error_mode="thread_local")
+            try:
+                work()
+            finally:
+                graph.capture_end()
+    finally:
+        if collecting:
+            gc.enable()
     torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    # All graphs use one pool of memory: they run one after the other, and nothing that is made inside lasts.
-    with torch.cuda.graph(graph, pool=_pool()):
-        work()
-    return _Graph(work, graph)
+    return graph
+
+
+@cache
+def _stream() -> Any:
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]

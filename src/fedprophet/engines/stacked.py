@@ -1,4 +1,4 @@
-"""The stacked engine: tasks that differ in nothing but the client are carried out together (`fedprophet.fast`).
+"""The stacked engine: tasks that differ in the client and in how far they go are carried out together (`fast`).
 
 What it cannot fuse (another kind of model, sub-networks, attacks other than PGD) goes to the plain path on the same
 device, and it says so once.
@@ -9,8 +9,8 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any, TypeVar
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,17 +24,14 @@ from fedprophet.client.trainer import batches
 from fedprophet.client.workspace import Workspace
 from fedprophet.data.dataset import LocalExamples
 from fedprophet.engines.embedded import EmbeddedEngine
-from fedprophet.fast.program import NotFusableError, Program, read_program
-from fedprophet.fast.rounds import Backend, EvaluationPlan, TrainingPlan
+from fedprophet.fast.program import Ladder, NotFusableError, Program, continues, read_program
+from fedprophet.fast.rounds import Backend, Evaluation, TrainingPlan
 from fedprophet.fast.stack import Folded
 from fedprophet.fleet.population import Population
 from fedprophet.randomness import key as draw_key
 from fedprophet.threat import ThreatModel
 
 log = logging.getLogger("fedprophet")
-P = TypeVar("P", TrainingPlan, EvaluationPlan)
-FEW = 4
-"""Groups up to this size are planned as they are."""
 CLIENTS = 4096
 """Clients that are kept at hand: which samples are theirs is soon said, but not for everybody every round."""
 
@@ -65,6 +62,9 @@ class Resident:
         self._kept: OrderedDict[Hashable, Tensor] = OrderedDict()
         self.nbytes = 0
 
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._kept
+
     def get(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
         """Return the tensor of that key, made now where it is not there."""
         if key not in self._kept:
@@ -92,7 +92,7 @@ class StackedEngine:
         self._workspaces = workspaces
         self._backend = backend
         self._limits = limits
-        self._plans: OrderedDict[Hashable, Any] = OrderedDict()
+        self._plans: OrderedDict[Hashable, TrainingPlan] = OrderedDict()
         self._resident = Resident(limits.resident)
         self._said: set[str] = set()
         self._programs: dict[Hashable, Program | str] = {}
@@ -106,8 +106,9 @@ class StackedEngine:
             if kind is None:
                 yield from self._plain.map(group)
                 continue
-            for part in self._chunks(group):
-                yield from WORK[part[0].kind](self, [self._job(task) for task in part])
+            for ladder in self._ladders(group):
+                for part in self._chunks(ladder):
+                    yield from WORK[part[0].kind](self, [self._job(task) for task in part])
 
     # What can be fused, and with what.
 
@@ -124,7 +125,7 @@ class StackedEngine:
             self._say(f"the GPU engine leaves this to the plain path: {reason}")
             return None
         frozen = tuple(module.digest for module in task.frozen)
-        return (task.kind, *self._span(task), frozen, samples, task.training, task.threat)
+        return task.kind, task.architecture, task.first, frozen, samples, task.training, task.threat
 
     def _check(self, task: ClientTask, samples: int) -> None:
         """Raise NotFusableError where a task cannot be carried out on a stack."""
@@ -189,8 +190,18 @@ class StackedEngine:
             height, width = (height // 2, width // 2) if block.pool else (height, width)
         return self._backend.compute.itemsize * elements * together
 
+    def _ladders(self, tasks: Sequence[ClientTask]) -> Iterator[Sequence[ClientTask]]:
+        """Yield tasks whose programs begin alike together, those that go furthest first."""
+        ladder: list[ClientTask] = []
+        for task in sorted(tasks, key=lambda task: (-task.last, task.client, task.number)):
+            if ladder and not continues(self._program(*self._span(ladder[-1])), self._program(*self._span(task))):
+                yield ladder
+                ladder = []
+            ladder.append(task)
+        yield ladder
+
     def _chunks(self, tasks: Sequence[ClientTask]) -> Iterator[Sequence[ClientTask]]:
-        """Cut a group so that the activations of each part fit."""
+        """Cut a group so that the activations of each part fit; the first task goes furthest."""
         size = self._activations(tasks[0], self._samples(tasks[0]))
         most = max(1, self._limits.activations // size)
         # Parts of one size need one plan.
@@ -198,6 +209,9 @@ class StackedEngine:
         each = math.ceil(len(tasks) / parts)
         for start in range(0, len(tasks), each):
             yield tasks[start : start + each]
+
+    def _ladder(self, jobs: Sequence[_Job]) -> Ladder:
+        return Ladder(tuple(self._program(*self._span(job.task)) for job in jobs))
 
     def _say(self, text: str) -> None:
         if text not in self._said:
@@ -209,31 +223,31 @@ class StackedEngine:
         own = layers.get(task.architecture, task.client, task.timeline, layers_before(task)) or {}
         return _Job(task, self._client(task.client), own)
 
-    def _plan(self, key: Hashable, make: Callable[[], P]) -> P:
+    def _plan(self, key: Hashable, make: Callable[[], TrainingPlan]) -> TrainingPlan:
         """Return a plan that is kept, or make it; those not used for longest make room."""
         if key not in self._plans:
             while self._plans and sum(plan.nbytes for plan in self._plans.values()) > self._limits.plans:
                 self._plans.popitem(last=False)
             self._plans[key] = make()
         self._plans.move_to_end(key)
-        plan: P = self._plans[key]
-        return plan
+        return self._plans[key]
 
     # Training.
 
     def _train(self, jobs: Sequence[_Job]) -> Iterator[ClientUpdate]:
         task = jobs[0].task
         assert task.training is not None
-        program, samples = self._program(*self._span(task)), len(jobs[0].client.data.train)
+        ladder, samples = self._ladder(jobs), len(jobs[0].client.data.train)
         constant, threat = replace(task.training, learning_rate=0.0), _constant(task.threat)
-        group = _filled(jobs)
         plan = self._plan(
-            ("train", program, len(group), samples, constant, threat),
-            lambda: TrainingPlan(program, self._backend, len(group), samples, constant, threat),
+            (ladder, samples, constant, threat),
+            lambda: TrainingPlan(ladder, self._backend, samples, constant, threat),
         )
-        data = [(self._inputs(job), self._labels(job, "train", job.client.data.train)) for job in group]
-        plan.load(self._parameters(group), data, task.training, task.threat)
-        plan.run(self._schedule(group, samples), _seeds(group))
+        labels = [self._labels(job, "train", job.client.data.train) for job in jobs]
+        plan.load(
+            self._parameters(jobs), list(zip(self._inputs(jobs), labels, strict=True)), task.training, task.threat
+        )
+        plan.run(self._schedule(jobs, samples), _seeds(jobs))
         yield from self._updates(jobs, plan, task.training)
 
     def _schedule(self, jobs: Sequence[_Job], samples: int) -> Iterator[Tensor]:
@@ -246,16 +260,17 @@ class StackedEngine:
         yield from torch.split(everything, sizes, dim=1)
 
     def _updates(self, jobs: Sequence[_Job], plan: TrainingPlan, hyper: LocalTraining) -> Iterator[ClientUpdate]:
-        tensors, losses, sound = plan.results()
-        task, workspace = jobs[0].task, self._workspaces[jobs[0].task.architecture]
+        trained, losses, sound = plan.results()
+        workspace = self._workspaces[jobs[0].task.architecture]
         chain = workspace.chain
-        names = [name for name in chain.local(task.first, task.last) if name in tensors]
-        layers = brought_home({name: tensors[name] for name in names})
-        sent = [name for name in tensors if name not in layers]
-        for number, (job, loss, finite) in enumerate(zip(jobs, losses, sound, strict=False)):
+        local = [
+            {name: tensors[name] for name in chain.local(job.task.first, job.task.last) if name in tensors}
+            for job, tensors in zip(jobs, trained, strict=True)
+        ]
+        layers = brought_home(local)
+        for job, tensors, own, loss, finite in zip(jobs, trained, layers, losses, sound, strict=True):
             task = job.task
-            local = {name: values[number] for name, values in layers.items()}
-            kept = {**job.own, **local, **self._counters(chain, task, job.own, workspace, hyper.iterations)}
+            kept = {**job.own, **own, **self._counters(chain, task, job.own, workspace, hyper.iterations)}
             loss = loss if finite else math.nan
             if math.isfinite(loss):
                 workspace.layers.put(task.architecture, task.client, task.round, kept, task.timeline)
@@ -266,7 +281,7 @@ class StackedEngine:
                 weight=shard_weight(job.client),
                 metrics={"loss": loss, "samples": float(len(job.client.data.train))},
                 local=kept if task.wants_local else {},
-                parameters={name: tensors[name][number] for name in sent},
+                parameters={name: value for name, value in tensors.items() if name not in own},
                 number=task.number,
             )
 
@@ -282,30 +297,30 @@ class StackedEngine:
 
     def _evaluate(self, jobs: Sequence[_Job]) -> Iterator[ClientUpdate]:
         samples = self._samples(jobs[0].task)
-        counts = self._answered(jobs, samples, [self._held_out(job) for job in jobs])
+        images, labels = zip(*(self._held_out(job) for job in jobs), strict=True)
+        counts = found(self._evaluation(jobs, images, labels).answers())
         for number, job in enumerate(jobs):
             metrics = {"samples": float(samples), **{name: values[number] for name, values in counts.items()}}
             yield _answer(job, shard_weight(job.client), metrics)
 
     def _measure(self, jobs: Sequence[_Job]) -> Iterator[ClientUpdate]:
         samples = self._samples(jobs[0].task)
-        unlabelled = torch.zeros(samples, dtype=torch.long, device=self._backend.device)
-        found = self._answered(jobs, samples, [(self._inputs(job), unlabelled) for job in jobs])
-        for job, magnitude in zip(jobs, found["magnitude"], strict=True):
+        unlabelled = [torch.zeros(samples, dtype=torch.long, device=self._backend.device)] * len(jobs)
+        magnitudes = found(self._evaluation(jobs, self._inputs(jobs), unlabelled).magnitudes())["magnitude"]
+        for job, magnitude in zip(jobs, magnitudes, strict=True):
             yield _answer(job, float(samples), {"samples": float(samples), "magnitude": magnitude})
 
-    def _answered(
-        self, jobs: Sequence[_Job], samples: int, data: Sequence[tuple[Tensor, Tensor]]
-    ) -> dict[str, list[float]]:
-        """Return what a group that does not train was asked for, for each of its clients."""
-        task, clients = jobs[0].task, len(jobs)
-        program, threat = self._program(*self._span(task)), _constant(task.threat)
-        measures = task.kind == "measure"
-        plan = self._plan(
-            (task.kind, program, clients, samples, threat),
-            lambda: EvaluationPlan(program, self._backend, clients, samples, threat, measures),
-        )
-        return plan.run(self._parameters(jobs), data, task.threat, _seeds(jobs))
+    def _evaluation(self, jobs: Sequence[_Job], inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> Evaluation:
+        """Return what a group that does not train is asked with."""
+        folded = self._folded(self._ladder(jobs), self._parameters(jobs))
+        together = torch.stack(tuple(inputs)).float(), torch.stack(tuple(labels))
+        return Evaluation(folded, *together, jobs[0].task.threat, _seeds(jobs))
+
+    def _folded(self, ladder: Ladder, parameters: Sequence[Mapping[str, Tensor]]) -> Folded:
+        """Return networks in evaluation mode."""
+        folded = Folded(ladder, self._backend.kernels, self._backend.compute)
+        folded.fold(folded.layout.stacked(parameters, self._backend.device))
+        return folded
 
     def _held_out(self, job: _Job) -> tuple[Tensor, Tensor]:
         """Return the images and labels that an evaluation is about."""
@@ -328,24 +343,31 @@ class StackedEngine:
             found.append({**workspace.initial, **job.own, **frozen, **job.task.parameters})
         return found
 
-    def _inputs(self, job: _Job) -> Tensor:
+    def _inputs(self, jobs: Sequence[_Job]) -> list[Tensor]:
         """Return what atom `first` reads for every training sample: images, or features that stay on the device."""
-        if not job.task.frozen:
-            return self._images(job, "train", job.client.data.train)
+        if not jobs[0].task.frozen:
+            return [self._images(job, "train", job.client.data.train) for job in jobs]
+        keys = [self._features_key(job) for job in jobs]
+        missing = [number for number, key in enumerate(keys) if key not in self._resident]
+        fresh = dict(zip(missing, self._features([jobs[number] for number in missing]), strict=True))
+        return [self._resident.get(key, partial(fresh.__getitem__, number)) for number, key in enumerate(keys)]
+
+    def _features_key(self, job: _Job) -> Hashable:
         chain = self._workspaces[job.task.architecture].chain
         own = digest({name: job.own[name] for name in chain.local(0, job.task.first) if name in job.own})
-        key = "features", job.task.client, tuple(module.digest for module in job.task.frozen), own
-        return self._resident.get(key, lambda: self._features(job))
+        return "features", job.task.client, tuple(module.digest for module in job.task.frozen), own
 
-    def _features(self, job: _Job) -> Tensor:
-        """Run a client's frozen prefix over its training samples, in evaluation mode."""
-        program = self._program(*self._prefix(job.task))
-        folded = Folded(program, self._backend.kernels, self._backend.compute)
-        folded.fold(folded.layout.stacked(self._parameters([job]), self._backend.device))
-        images = self._images(job, "train", job.client.data.train).unsqueeze(0)
-        parts = [folded.features(part)[0] for part in torch.split(images, job.task.batch, dim=1)]
+    def _features(self, jobs: Sequence[_Job]) -> list[Tensor]:
+        """Run the clients' frozen prefixes over their training samples, in evaluation mode."""
+        if not jobs:
+            return []
+        program = self._program(*self._prefix(jobs[0].task))
+        folded = self._folded(Ladder((program,) * len(jobs)), self._parameters(jobs))
+        images = torch.stack([self._images(job, "train", job.client.data.train) for job in jobs])
+        parts = torch.split(images, jobs[0].task.batch, dim=1)
         # The padding of channels is the kernels' own affair.
-        return torch.cat(parts)[..., : program.feature[0]].contiguous()
+        made = torch.cat([folded.features(folded.prepare(part))[..., : program.feature[0]] for part in parts], dim=1)
+        return [features.clone() for features in made]
 
     def _images(self, job: _Job, part: str, examples: LocalExamples) -> Tensor:
         def fetch() -> Tensor:
@@ -382,13 +404,20 @@ def feature_shape(workspace: Workspace, first: int) -> tuple[int, ...]:
         return tuple(workspace.chain.run(probe, 0, first).shape[1:])
 
 
-def brought_home(stacks: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return stacks of all clients in the host's memory, in one transfer."""
-    if not stacks:
-        return {}
-    flat = torch.cat([stack.flatten(1) for stack in stacks.values()], dim=1).cpu()
-    parts = torch.split(flat, [stack[0].numel() for stack in stacks.values()], dim=1)
-    return {name: part.reshape(stack.shape) for (name, stack), part in zip(stacks.items(), parts, strict=True)}
+def brought_home(tables: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """Return tensors in the host's memory, all of them in one transfer."""
+    values = [value for table in tables for value in table.values()]
+    if not values:
+        return [{} for _ in tables]
+    flat = torch.cat([value.reshape(-1) for value in values]).cpu()
+    parts = iter(torch.split(flat, [value.numel() for value in values]))
+    return [{name: next(parts).reshape(value.shape) for name, value in table.items()} for table in tables]
+
+
+def found(values: Mapping[str, Tensor]) -> dict[str, list[float]]:
+    """Return one number for each client under every name."""
+    rows = torch.stack(list(values.values())).tolist()
+    return dict(zip(values, rows, strict=True))
 
 
 def _sizes(task: ClientTask, samples: int) -> set[int]:
@@ -403,11 +432,6 @@ def _sizes(task: ClientTask, samples: int) -> set[int]:
 def _answer(job: _Job, weight: float, metrics: Mapping[str, float]) -> ClientUpdate:
     task = job.task
     return ClientUpdate(task.kind, task.round, task.client, weight=weight, metrics=metrics, number=task.number)
-
-
-def _filled(jobs: Sequence[_Job]) -> list[_Job]:
-    """Return a group of an even size, so that fewer plans are needed; whoever fills it up is trained for nothing."""
-    return [*jobs, jobs[-1]] if len(jobs) > FEW and len(jobs) % 2 else list(jobs)
 
 
 def _constant(threat: ThreatModel | None) -> ThreatModel | None:

@@ -1,53 +1,54 @@
 """PGD on stacks of clients: the same steps as `attacks.pgd`, with gradients that are written out."""
 
-import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from fedprophet.fast.draws import Draws
+from fedprophet.fast.kernels import TINY, Ball, sample_norms
+from fedprophet.fast.stack import Folded
 from fedprophet.threat import ThreatModel
 
 Gradient = Callable[[Tensor], Tensor]
-_TINY = 1e-12
+"""Of an objective, with respect to inputs as the first block reads them; perhaps still spread (`Folded.spreads`)."""
 
 
-def _norm(x: Tensor) -> Tensor:
-    norms: Tensor = torch.linalg.vector_norm(x, dim=(2, 3, 4), keepdim=True)
-    return norms
+class Attack:
+    """A threat whose radius and step may change between uses of a captured graph."""
+
+    def __init__(self, threat: ThreatModel, device: torch.device) -> None:
+        low, high = threat.bounds
+        self.steps = threat.steps
+        self.ball = Ball(threat.norm, torch.empty((), device=device), torch.empty((), device=device), low, high)
+
+    def set(self, threat: ThreatModel) -> None:
+        """Take over radius and step."""
+        self.ball.radius.fill_(threat.radius)
+        self.ball.step.fill_(threat.step)
+
+    def __call__(self, gradient: Gradient, clean: Tensor, network: Folded, draws: Draws) -> Tensor:
+        """Return inputs (K×N×H×W×C) perturbed so that the objective is high, as the first block reads them."""
+        ball, scaling = self.ball, network.scaling(clean.device)
+        perturbed = (clean + _start(clean, ball, draws)).clamp_(ball.low, ball.high)
+        scaled = scaling(perturbed)
+        for _ in range(self.steps):
+            network.kernels.ascend(perturbed, scaled, clean, gradient(scaled), ball, scaling, network.spreads)
+        return scaled
 
 
-def _start(clean: Tensor, threat: ThreatModel, radius: Tensor, draws: Draws) -> Tensor:
-    if threat.norm == "linf":
-        return (2 * draws.uniform("start", tuple(clean.shape)) - 1) * radius
+def _linf_start(clean: Tensor, ball: Ball, draws: Draws) -> Tensor:
+    return (2 * draws.uniform("start", tuple(clean.shape)) - 1) * ball.radius
+
+
+def _l2_start(clean: Tensor, ball: Ball, draws: Draws) -> Tensor:
     direction = draws.normal("direction", tuple(clean.shape))
     share = draws.uniform("share", (*clean.shape[:2], 1, 1, 1))
-    return direction / (_norm(direction) + _TINY) * radius * share
+    return direction / (sample_norms(direction) + TINY) * ball.radius * share
 
 
-def _moved(delta: Tensor, gradient: Tensor, threat: ThreatModel, radius: Tensor, step: Tensor) -> Tensor:
-    if threat.norm == "linf":
-        delta = delta + step * gradient.sign()
-        return torch.minimum(torch.maximum(delta, -radius), radius)
-    delta = delta + step * gradient / (_norm(gradient) + _TINY)
-    return delta * (radius / (_norm(delta) + _TINY)).clamp(max=1.0)
+STARTS = {"linf": _linf_start, "l2": _l2_start}
 
 
-def attack(
-    gradient: Gradient, clean: Tensor, threat: ThreatModel, radius: Tensor, step: Tensor, draws: Draws
-) -> Tensor:
-    """Return clean inputs (K×N×H×W×C) perturbed within the threat so that the objective is high.
-
-    Radius and step are tensors: a captured graph reads them anew each time.
-    """
-    low, high = (None if math.isinf(bound) else bound for bound in threat.bounds)
-
-    def inside(x: Tensor) -> Tensor:
-        return x if low is None and high is None else x.clamp(low, high)
-
-    perturbed = inside(clean + _start(clean, threat, radius, draws))
-    for _ in range(threat.steps):
-        delta = _moved(perturbed - clean, gradient(perturbed), threat, radius, step)
-        perturbed = inside(clean + delta)
-    return perturbed
+def _start(clean: Tensor, ball: Ball, draws: Draws) -> Tensor:
+    return STARTS[ball.norm](clean, ball, draws)

@@ -5,6 +5,7 @@ global generator is touched. Every client has a seed of its own: what it draws d
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,6 +23,15 @@ def _normal(values: Tensor, generator: torch.Generator) -> Tensor:
     return values.normal_(generator=generator)
 
 
+@dataclass(frozen=True)
+class _Drawn:
+    """Numbers of the clients from `first` on, and how they are drawn."""
+
+    values: Tensor
+    fill: Fill
+    first: int
+
+
 class Draws:
     """Named draws of one piece of work: the first dimension is the clients'. The first use of a name makes its memory;
     `renew` draws all of them again.
@@ -30,7 +40,7 @@ class Draws:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._generator = torch.Generator(device)
-        self._drawn: dict[str, tuple[Tensor, Fill]] = {}
+        self._drawn: dict[str, _Drawn] = {}
         self._seeds: Sequence[int] | None = None
 
     def renew(self, seeds: Sequence[int]) -> None:
@@ -39,29 +49,29 @@ class Draws:
         for name in self._drawn:
             self._draw(name)
 
-    def uniform(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def uniform(self, name: str, shape: tuple[int, ...], first: int = 0) -> Tensor:
         """Return numbers from [0, 1)."""
-        return self._named(name, shape, _uniform)
+        return self._named(name, shape, _uniform, first)
 
-    def normal(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def normal(self, name: str, shape: tuple[int, ...], first: int = 0) -> Tensor:
         """Return numbers from the standard normal distribution."""
-        return self._named(name, shape, _normal)
+        return self._named(name, shape, _normal, first)
 
-    def _named(self, name: str, shape: tuple[int, ...], fill: Fill) -> Tensor:
+    def _named(self, name: str, shape: tuple[int, ...], fill: Fill, first: int) -> Tensor:
         if name not in self._drawn:
-            self._drawn[name] = torch.zeros(shape, device=self._device), fill
+            self._drawn[name] = _Drawn(torch.zeros(shape, device=self._device), fill, first)
             self._draw(name)
-        return self._drawn[name][0]
+        return self._drawn[name].values
 
     def _draw(self, name: str) -> None:
         if self._seeds is None:
-            return  # the work is only being captured, and what it computes is thrown away
-        values, fill = self._drawn[name]
-        for row, seed in zip(values, self._seeds, strict=True):
-            self._generator.manual_seed(key(seed, name))
-            fill(row, self._generator)
+            return  # nobody has asked for anything yet
+        drawn = self._drawn[name]
+        for number, row in enumerate(drawn.values, start=drawn.first):
+            self._generator.manual_seed(key(self._seeds[number], name))
+            drawn.fill(row, self._generator)
 
     @property
     def nbytes(self) -> int:
         """How much memory the numbers take."""
-        return sum(values.nbytes for values, _ in self._drawn.values())
+        return sum(drawn.values.nbytes for drawn in self._drawn.values())

@@ -1,23 +1,33 @@
 """The operations of `kernels` in Triton: one launch for all clients, bf16 or float32, float32 sums.
 
 A convolution is an implicit matrix product: the nine taps and the input channels are one long sum, and images are never
-unfolded. Clients are a dimension of the grid.
+unfolded. Clients are a dimension of the grid. Where the device can (Hopper and later) a tile is a block of positions
+that the copy engine fetches whole, zeros beyond the border included; elsewhere each thread computes addresses.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from fedprophet.fast.kernels import FEW, TINY, Ball, Scaling, gathered
 
 PARTS = 64
 """A reduction over rows is cut into at most so many parts, which are then added."""
 ROWS = 128
 BLOCK = 1024
+LARGEST_TILE = 128
+"""Positions of a tile at least as many as a line may have."""
+_LARGEST = 3e38
+"""Stands for infinity."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _convolve(
     x_ptr,
     w_ptr,
@@ -31,11 +41,13 @@ def _convolve(
     outputs,
     SHIFT: tl.constexpr,
     MASK: tl.constexpr,
+    TURNED: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
+    """Any device, any size: every thread computes the addresses of what it reads."""
     column, row, client = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     m = row * BLOCK_M + tl.arange(0, BLOCK_M)
     n = column * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -43,17 +55,23 @@ def _convolve(
     inside = m < rows
     position = m % (height * width)
     h, w = position // width, position % width
-    x_base = x_ptr + client * rows * inputs
+    x_at = x_ptr + client * rows * inputs + (m * inputs)[:, None] + k[None, :]
     w_base = w_ptr + client * 9 * inputs * outputs
+    if TURNED:
+        w_at = w_base + n[None, :] * inputs + k[:, None]
+    else:
+        w_at = w_base + k[:, None] * outputs + n[None, :]
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     tap = 0
     channel = 0
     for _ in range(9 * inputs // BLOCK_K):
         dh, dw = tap // 3 - 1, tap % 3 - 1
         valid = (h + dh >= 0) & (h + dh < height) & (w + dw >= 0) & (w + dw < width) & inside
-        x_at = x_base + (m + dh * width + dw)[:, None] * inputs + (channel + k)[None, :]
-        a = tl.load(x_at, mask=valid[:, None], other=0.0)
-        b = tl.load(w_base + (tap * inputs + channel + k)[:, None] * outputs + n[None, :])
+        a = tl.load(x_at + ((dh * width + dw) * inputs + channel), mask=valid[:, None], other=0.0)
+        if TURNED:
+            b = tl.load(w_at + ((8 - tap) * inputs * outputs + channel))
+        else:
+            b = tl.load(w_at + (tap * inputs + channel) * outputs)
         total = tl.dot(a, b, total, input_precision=PRECISION)
         channel += BLOCK_K
         next_tap = channel >= inputs
@@ -67,7 +85,99 @@ def _convolve(
     tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), mask=inside[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
+def _convolve_few(
+    x_ptr,
+    w_ptr,
+    shift_ptr,
+    y_ptr,
+    rows,
+    height,
+    width,
+    padded,
+    outputs,
+    CHANNELS: tl.constexpr,
+    SHIFT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Images of few channels: all nine taps are one short sum, gathered number by number."""
+    column, row, client = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    m = row * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = column * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    tap, channel, used = k // CHANNELS, k % CHANNELS, k < 9 * CHANNELS
+    inside = m < rows
+    position = m % (height * width)
+    h = (position // width)[:, None] + (tap // 3 - 1)[None, :]
+    w = (position % width)[:, None] + (tap % 3 - 1)[None, :]
+    valid = (h >= 0) & (h < height) & (w >= 0) & (w < width) & inside[:, None] & used[None, :]
+    moved = ((tap // 3 - 1) * width + tap % 3 - 1) * padded + channel
+    a = tl.load(x_ptr + client * rows * padded + (m * padded)[:, None] + moved[None, :], mask=valid, other=0.0)
+    w_at = w_ptr + (client * 9 * padded + tap * padded + channel)[:, None] * outputs + n[None, :]
+    b = tl.load(w_at, mask=used[:, None], other=0.0)
+    total = tl.dot(a, b, input_precision=PRECISION)
+    if SHIFT:
+        total = tl.maximum(total + tl.load(shift_ptr + client * outputs + n)[None, :], 0.0)
+    at = (client * rows + m)[:, None] * outputs + n[None, :]
+    tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), mask=inside[:, None])
+
+
+@triton.jit(do_not_specialize=["samples"])
+def _convolve_blocks(
+    x_blocks,
+    w_blocks,
+    shift_ptr,
+    mask_ptr,
+    y_ptr,
+    samples,
+    height,
+    width,
+    inputs,
+    outputs,
+    SHIFT: tl.constexpr,
+    MASK: tl.constexpr,
+    TURNED: tl.constexpr,
+    IMAGES: tl.constexpr,
+    LINES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """A tile is some lines of one image, or several whole images; the copy engine fetches it, moved by each tap."""
+    column, row, client = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    BLOCK_M: tl.constexpr = IMAGES * LINES * WIDTH
+    across = height // LINES
+    image, line = (row // across) * IMAGES, (row % across) * LINES
+    first = client * samples + image
+    n = column * BLOCK_N
+    steps = inputs // BLOCK_K
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for step in range(9 * steps):
+        tap = step // steps
+        channel = (step % steps) * BLOCK_K
+        a = x_blocks.load([first, line + tap // 3 - 1, tap % 3 - 1, channel]).reshape(BLOCK_M, BLOCK_K)
+        if TURNED:
+            b = w_blocks.load([(client * 9 + 8 - tap) * outputs + n, channel]).T
+        else:
+            b = w_blocks.load([(client * 9 + tap) * inputs + channel, n])
+        total = tl.dot(a, b, total)
+    columns = n + tl.arange(0, BLOCK_N)
+    if SHIFT:
+        total = tl.maximum(total + tl.load(shift_ptr + client * outputs + columns)[None, :], 0.0)
+    r = tl.arange(0, BLOCK_M)
+    # The last tile of a client may reach into the next one's images.
+    inside = image + r // (LINES * WIDTH) < samples
+    m = ((client.to(tl.int64) * samples + image) * height + line) * width + r
+    at = m[:, None] * outputs + columns[None, :]
+    if MASK:
+        total = tl.where(tl.load(mask_ptr + at, mask=inside[:, None], other=0.0) > 0, total, 0.0)
+    tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), mask=inside[:, None])
+
+
+@triton.jit(do_not_specialize=["rows", "clients", "steps"])
 def _weight_gradient(
     x_ptr,
     g_ptr,
@@ -107,7 +217,7 @@ def _weight_gradient(
 
 
 @triton.jit
-def _pool(x_ptr, y_ptr, total, height, width, channels, BLOCK: tl.constexpr):
+def _pool(x_ptr, y_ptr, winner_ptr, total, height, width, channels, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < total
     c, rest = at % channels, at // channels
@@ -119,36 +229,31 @@ def _pool(x_ptr, y_ptr, total, height, width, channels, BLOCK: tl.constexpr):
     two = tl.load(corner + channels, mask=inside, other=0.0)
     three = tl.load(corner + down, mask=inside, other=0.0)
     four = tl.load(corner + down + channels, mask=inside, other=0.0)
-    tl.store(y_ptr + at, tl.maximum(tl.maximum(one, two), tl.maximum(three, four)), mask=inside)
+    top = tl.maximum(tl.maximum(one, two), tl.maximum(three, four))
+    # The first of the largest takes the gradient, unless the ReLU before gave nothing.
+    winner = tl.where(one == top, 0, tl.where(two == top, 1, tl.where(three == top, 2, 3)))
+    tl.store(y_ptr + at, top, mask=inside)
+    tl.store(winner_ptr + at, tl.where(top > 0, winner, 4).to(tl.uint8), mask=inside)
 
 
 @triton.jit
-def _unpool(x_ptr, g_ptr, y_ptr, total, height, width, channels, BLOCK: tl.constexpr):
+def _unpool(winner_ptr, g_ptr, y_ptr, total, height, width, channels, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < total
     c, rest = at % channels, at // channels
     w, rest = rest % (width // 2), rest // (width // 2)
     h, n = rest % (height // 2), rest // (height // 2)
-    corner = ((n * height + 2 * h) * width + 2 * w) * channels + c
+    corner = y_ptr + ((n * height + 2 * h) * width + 2 * w) * channels + c
     down = width * channels
-    one = tl.load(x_ptr + corner, mask=inside, other=0.0)
-    two = tl.load(x_ptr + corner + channels, mask=inside, other=0.0)
-    three = tl.load(x_ptr + corner + down, mask=inside, other=0.0)
-    four = tl.load(x_ptr + corner + down + channels, mask=inside, other=0.0)
-    top = tl.maximum(tl.maximum(one, two), tl.maximum(three, four))
-    g = tl.where(top > 0, tl.load(g_ptr + at, mask=inside, other=0.0), 0.0)
-    # The first of the largest takes it all.
-    first = one == top
-    second = (two == top) & (first == 0)
-    third = (three == top) & (first == 0) & (second == 0)
-    fourth = (first == 0) & (second == 0) & (third == 0)
-    tl.store(y_ptr + corner, tl.where(first, g, 0.0), mask=inside)
-    tl.store(y_ptr + corner + channels, tl.where(second, g, 0.0), mask=inside)
-    tl.store(y_ptr + corner + down, tl.where(third, g, 0.0), mask=inside)
-    tl.store(y_ptr + corner + down + channels, tl.where(fourth, g, 0.0), mask=inside)
+    winner = tl.load(winner_ptr + at, mask=inside, other=4)
+    g = tl.load(g_ptr + at, mask=inside, other=0.0)
+    tl.store(corner, tl.where(winner == 0, g, 0.0), mask=inside)
+    tl.store(corner + channels, tl.where(winner == 1, g, 0.0), mask=inside)
+    tl.store(corner + down, tl.where(winner == 2, g, 0.0), mask=inside)
+    tl.store(corner + down + channels, tl.where(winner == 3, g, 0.0), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "clients", "steps"])
 def _sums(
     x_ptr,
     g_ptr,
@@ -216,29 +321,161 @@ def _affine(
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _sample_sums(
+    x_ptr, clean_ptr, g_ptr, std_ptr, out_ptr, size, channels, padded, parts, BLOCK: tl.constexpr, STEPS: tl.constexpr
+):
+    """Of a part of one sample: Σ g², Σ δ g and Σ δ², where δ is how far it is from the clean one."""
+    part, sample = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    gg = tl.zeros((BLOCK,), dtype=tl.float32)
+    dg = tl.zeros((BLOCK,), dtype=tl.float32)
+    dd = tl.zeros((BLOCK,), dtype=tl.float32)
+    for step in range(STEPS):
+        at = (part * STEPS + step) * BLOCK + tl.arange(0, BLOCK)
+        inside = at < size
+        c = at % channels
+        g = tl.load(g_ptr + (sample * (size // channels) + at // channels) * padded + c, mask=inside, other=0.0)
+        g = g.to(tl.float32) / tl.load(std_ptr + c, mask=inside, other=1.0)
+        x = tl.load(x_ptr + sample * size + at, mask=inside, other=0.0)
+        d = x - tl.load(clean_ptr + sample * size + at, mask=inside, other=0.0)
+        gg += g * g
+        dg += d * g
+        dd += d * d
+    at = out_ptr + (sample * parts + part) * 3
+    tl.store(at, tl.sum(gg, axis=0))
+    tl.store(at + 1, tl.sum(dg, axis=0))
+    tl.store(at + 2, tl.sum(dd, axis=0))
+
+
+@triton.jit
+def _ascend(
+    x_ptr,
+    clean_ptr,
+    g_ptr,
+    mean_ptr,
+    std_ptr,
+    radius_ptr,
+    step_ptr,
+    sums_ptr,
+    z_ptr,
+    positions,
+    height,
+    width,
+    channels,
+    padded,
+    spread,
+    low,
+    high,
+    L2: tl.constexpr,
+    SPREAD: tl.constexpr,
+    PARTS: tl.constexpr,
+    TINY: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """One step of PGD for each position and channel; what `z` is padded with is left alone."""
+    position = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    real = (position < positions)[:, None] & (c < channels)[None, :]
+    wide = position.to(tl.int64)
+    of = wide[:, None] * channels + c[None, :]
+    if SPREAD:
+        # What each tap sent is gathered from the neighbour that it came from.
+        g = tl.zeros((BLOCK_P, BLOCK_C), dtype=tl.float32)
+        here = position % (height * width)
+        h, w = here // width, here % width
+        for tap in tl.static_range(9):
+            dh, dw = tap // 3 - 1, tap % 3 - 1
+            valid = (h - dh >= 0) & (h - dh < height) & (w - dw >= 0) & (w - dw < width)
+            at = (wide - (dh * width + dw))[:, None] * spread + (tap * channels + c)[None, :]
+            g += tl.load(g_ptr + at, mask=real & valid[:, None], other=0.0).to(tl.float32)
+    else:
+        g = tl.load(g_ptr + wide[:, None] * padded + c[None, :], mask=real, other=0.0).to(tl.float32)
+    clean = tl.load(clean_ptr + of, mask=real, other=0.0)
+    std = tl.load(std_ptr + c, mask=c < channels, other=1.0)[None, :]
+    mean = tl.load(mean_ptr + c, mask=c < channels, other=0.0)[None, :]
+    delta = tl.load(x_ptr + of, mask=real, other=0.0) - clean
+    radius, step = tl.load(radius_ptr), tl.load(step_ptr)
+    if L2:
+        sample = sums_ptr + (wide // (height * width)) * (PARTS * 3)
+        known = position < positions
+        gg = tl.zeros((BLOCK_P,), dtype=tl.float32)
+        dg = tl.zeros((BLOCK_P,), dtype=tl.float32)
+        dd = tl.zeros((BLOCK_P,), dtype=tl.float32)
+        for part in tl.static_range(PARTS):
+            gg += tl.load(sample + part * 3, mask=known, other=0.0)
+            dg += tl.load(sample + part * 3 + 1, mask=known, other=0.0)
+            dd += tl.load(sample + part * 3 + 2, mask=known, other=0.0)
+        # ‖δ + a g‖² = ‖δ‖² + 2 a δ·g + a² ‖g‖²
+        along = step / (tl.sqrt(gg) + TINY)
+        length = tl.sqrt(tl.maximum(dd + 2 * along * dg + along * along * gg, 0.0))
+        shrunk = tl.minimum(radius / (length + TINY), 1.0)
+        delta = (delta + along[:, None] * (g / std)) * shrunk[:, None]
+    else:
+        sign = tl.where(g > 0, 1.0, tl.where(g < 0, -1.0, 0.0))
+        delta = tl.minimum(tl.maximum(delta + step * sign, -radius), radius)
+    x = tl.minimum(tl.maximum(clean + delta, low), high)
+    tl.store(x_ptr + of, x, mask=real)
+    z = (x - mean) / std
+    tl.store(z_ptr + wide[:, None] * padded + c[None, :], z.to(z_ptr.dtype.element_ty), mask=real)
+
+
 class TritonKernels:
     """The operations of `kernels.Kernels` on one GPU."""
 
     multiple = 16
 
-    def convolve(self, x: Tensor, weight: Tensor, shift: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+    def convolve(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        shift: Tensor | None = None,
+        mask: Tensor | None = None,
+        turned: bool = False,
+        out: Tensor | None = None,
+        channels: int | None = None,
+    ) -> Tensor:
         clients, samples, height, width, inputs = x.shape
-        outputs, rows = weight.shape[-1], samples * height * width
-        y = x.new_empty((clients, samples, height, width, outputs))
+        outputs = weight.shape[2 if turned else 3]
+        y = x.new_empty((clients, samples, height, width, outputs)) if out is None else out
+        assert all(tensor.is_contiguous() for tensor in (x, weight, y))
+        others = weight if shift is None else shift, weight if mask is None else mask, y
+        flags = shift is not None, mask is not None, turned
+        if _in_blocks(x, outputs):
+            _launch_blocks(x, weight, others, flags, outputs)
+            return y
+        rows = samples * height * width
+        if channels is not None and 9 * channels <= FEW and mask is None and not turned:
+            block_n = _divisor(outputs, 64)
+            _convolve_few[(outputs // block_n, triton.cdiv(rows, 128), clients)](
+                x,
+                weight,
+                others[0],
+                y,
+                rows,
+                height,
+                width,
+                inputs,
+                outputs,
+                channels,
+                flags[0],
+                _precision(x),
+                128,
+                block_n,
+                FEW,
+            )
+            return y
         block_m, block_n, block_k, warps, stages = _tiles(rows, inputs, outputs, x.dtype)
         _convolve[(outputs // block_n, triton.cdiv(rows, block_m), clients)](
             x,
             weight,
-            weight if shift is None else shift,
-            weight if mask is None else mask,
-            y,
+            *others,
             rows,
             height,
             width,
             inputs,
             outputs,
-            shift is not None,
-            mask is not None,
+            *flags,
             _precision(x),
             block_m,
             block_n,
@@ -278,16 +515,19 @@ class TritonKernels:
         )
         return out[0] if parts == 1 else out.sum(dim=0)
 
-    def pool(self, x: Tensor) -> Tensor:
+    def pool(self, x: Tensor) -> tuple[Tensor, Tensor]:
         clients, samples, height, width, channels = x.shape
         y = x.new_empty((clients, samples, height // 2, width // 2, channels))
-        _pool[(triton.cdiv(y.numel(), BLOCK),)](x, y, y.numel(), height, width, channels, BLOCK)
-        return y
+        winners = torch.empty_like(y, dtype=torch.uint8)
+        _pool[(triton.cdiv(y.numel(), BLOCK),)](x, y, winners, y.numel(), height, width, channels, BLOCK)
+        return y, winners
 
-    def unpool(self, x: Tensor, gradient: Tensor) -> Tensor:
-        _, _, height, width, channels = x.shape
-        y, total = torch.empty_like(x), gradient.numel()
-        _unpool[(triton.cdiv(total, BLOCK),)](x, gradient, y, total, height, width, channels, BLOCK)
+    def unpool(self, winners: Tensor, gradient: Tensor) -> Tensor:
+        assert gradient.is_contiguous()
+        clients, samples, height, width, channels = gradient.shape
+        y = gradient.new_empty((clients, samples, 2 * height, 2 * width, channels))
+        total = gradient.numel()
+        _unpool[(triton.cdiv(total, BLOCK),)](winners, gradient, y, total, 2 * height, 2 * width, channels, BLOCK)
         return y
 
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -304,6 +544,59 @@ class TritonKernels:
 
     def norm_gradient(self, gradient: Tensor, active: Tensor, x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
         return self._per_channel(x, gradient, active, a, b, c)
+
+    def ascend(
+        self, x: Tensor, scaled: Tensor, clean: Tensor, gradient: Tensor, ball: Ball, scaling: Scaling, spread: bool
+    ) -> None:
+        assert all(tensor.is_contiguous() for tensor in (x, scaled, clean, gradient))
+        clients, samples, height, width, channels = x.shape
+        far = ball.norm == "l2"
+        if far and spread:
+            gradient, spread = self._padded(gathered(gradient, channels), scaling.channels), False
+        parts = max(1, min(8, triton.cdiv(x.shape[2:].numel(), 4 * BLOCK))) if far else 1
+        sums = self._sample_sums(x, clean, gradient, scaling, parts) if far else ball.radius
+        positions = clients * samples * height * width
+        block_c = min(triton.next_power_of_2(channels), 64)
+        block_p = 2048 // block_c
+        _ascend[(triton.cdiv(positions, block_p), triton.cdiv(channels, block_c))](
+            x,
+            clean,
+            gradient,
+            scaling.mean,
+            scaling.std,
+            ball.radius,
+            ball.step,
+            sums,
+            scaled,
+            positions,
+            height,
+            width,
+            channels,
+            scaling.channels,
+            gradient.shape[-1],
+            max(ball.low, -_LARGEST),
+            min(ball.high, _LARGEST),
+            far,
+            spread,
+            parts,
+            TINY,
+            block_p,
+            block_c,
+        )
+
+    @staticmethod
+    def _padded(gradient: Tensor, channels: int) -> Tensor:
+        return F.pad(gradient, (0, channels - gradient.shape[-1]))
+
+    @staticmethod
+    def _sample_sums(x: Tensor, clean: Tensor, gradient: Tensor, scaling: Scaling, parts: int) -> Tensor:
+        samples, size = x.shape[0] * x.shape[1], x.shape[2:].numel()
+        sums = x.new_empty((samples, parts, 3))
+        steps = triton.cdiv(size, BLOCK * parts)
+        _sample_sums[(parts, samples)](
+            x, clean, gradient, scaling.std, sums, size, x.shape[-1], scaling.channels, parts, BLOCK, steps
+        )
+        return sums
 
     def _row_sums(self, x: Tensor, gradient: Tensor | None, active: Tensor | None) -> tuple[Tensor, Tensor]:
         clients, channels, rows = x.shape[0], x.shape[-1], x.shape[1:4].numel()
@@ -346,6 +639,65 @@ class TritonKernels:
             BLOCK,
         )
         return y
+
+
+@cache
+def _has_copy_engine(device: int) -> bool:
+    """Whether a device fetches blocks of tensors by itself."""
+    return torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def _in_blocks(x: Tensor, outputs: int) -> bool:
+    """Whether a convolution can be cut into blocks of lines or of whole images."""
+    _, _, height, width, inputs = x.shape
+    squares = _is_power(width) and _is_power(height) and width <= LARGEST_TILE
+    return x.dtype == torch.bfloat16 and squares and inputs % 64 == 0 and _has_copy_engine(x.get_device())
+
+
+def _is_power(size: int) -> bool:
+    return size & (size - 1) == 0
+
+
+def _launch_blocks(
+    x: Tensor, weight: Tensor, others: tuple[Tensor, ...], flags: tuple[bool, bool, bool], outputs: int
+) -> None:
+    clients, samples, height, width, inputs = x.shape
+    block_n = _divisor(outputs, 128)
+    positions, warps, stages = _block_tiles(clients * samples * height * width, height, block_n, turned=flags[2])
+    lines = min(height, max(1, positions // width))
+    images = max(1, positions // (lines * width))
+    block_k = 64
+    x_blocks = TensorDescriptor.from_tensor(
+        x.view(clients * samples, height, width, inputs), [images, lines, width, block_k]
+    )
+    shape = [block_n, block_k] if flags[2] else [block_k, block_n]
+    w_blocks = TensorDescriptor.from_tensor(weight.view(-1, weight.shape[3]), shape)
+    _convolve_blocks[(outputs // block_n, triton.cdiv(samples, images) * (height // lines), clients)](
+        x_blocks,
+        w_blocks,
+        *others,
+        samples,
+        height,
+        width,
+        inputs,
+        outputs,
+        *flags,
+        images,
+        lines,
+        width,
+        block_n,
+        block_k,
+        num_warps=warps,
+        num_stages=stages,
+    )
+
+
+def _block_tiles(rows: int, height: int, block_n: int, turned: bool) -> tuple[int, int, int]:
+    """Return positions in a tile, warps and pipeline stages, as they were fastest on an H200."""
+    if block_n <= 64:
+        return 256, 8, 3
+    few = rows < 300_000 or height >= 16
+    return (128, 4, 4) if turned and few else (128, 8, 3)
 
 
 def _precision(x: Tensor) -> str:

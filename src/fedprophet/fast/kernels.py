@@ -4,12 +4,48 @@ Images are stacked as clients × samples × height × width × channels (K×N×H
 nine taps row by row. Statistics have one number for each client and channel (K×C), in float32.
 """
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.grad import conv2d_weight
+
+FEW = 32
+"""A position of an image of few channels reads, and sends gradients to, not more than so many numbers."""
+TINY = 1e-12
+"""Keeps a direction finite where there is none."""
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How float32 inputs become what the first convolution reads: (x − mean) / std in `dtype`, padded to `channels`."""
+
+    mean: Tensor
+    std: Tensor
+    dtype: torch.dtype
+    channels: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        scaled = ((x - self.mean) / self.std).to(self.dtype)
+        padding = self.channels - x.shape[-1]
+        return F.pad(scaled, (0, padding)) if padding else scaled
+
+    def back(self, gradient: Tensor) -> Tensor:
+        """Return the gradient with respect to the inputs, in float32."""
+        return gradient[..., : len(self.std)].float() / self.std
+
+
+@dataclass(frozen=True)
+class Ball:
+    """Where an attack may go: a norm's ball of a radius that a captured graph reads anew, and bounds of the inputs."""
+
+    norm: str
+    radius: Tensor
+    step: Tensor
+    low: float
+    high: float
 
 
 class Kernels(Protocol):
@@ -18,17 +54,30 @@ class Kernels(Protocol):
     multiple: int
     """Channels are padded with zeros to a multiple of this."""
 
-    def convolve(self, x: Tensor, weight: Tensor, shift: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        """Return the 3×3 convolution; with `shift`, that is added and a ReLU follows; `mask` keeps where it is > 0."""
+    def convolve(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        shift: Tensor | None = None,
+        mask: Tensor | None = None,
+        turned: bool = False,
+        out: Tensor | None = None,
+        channels: int | None = None,
+    ) -> Tensor:
+        """Return the 3×3 convolution; with `shift`, that is added and a ReLU follows; `mask` keeps where it is > 0.
+
+        `turned`: the convolution that takes gradients back from the outputs to the inputs. `out` takes the result.
+        `channels` says how many of the inputs' are more than padding, where that is known.
+        """
 
     def weight_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
         """Return the gradient of a convolution's weight, in float32."""
 
-    def pool(self, x: Tensor) -> Tensor:
-        """Return the 2×2 max-pool."""
+    def pool(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the 2×2 max-pool of what a ReLU gave, and which of the four won (uint8; 4 where none is above 0)."""
 
-    def unpool(self, x: Tensor, gradient: Tensor) -> Tensor:
-        """Return the gradient of a ReLU and a 2×2 max-pool; `x` is what lies between the two."""
+    def unpool(self, winners: Tensor, gradient: Tensor) -> Tensor:
+        """Return the gradient of a ReLU and a 2×2 max-pool."""
 
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and (biased) variance over samples and positions."""
@@ -42,21 +91,41 @@ class Kernels(Protocol):
     def norm_gradient(self, gradient: Tensor, active: Tensor, x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
         """Return a · g + b · x + c, where g is the gradient where `active` > 0."""
 
+    def ascend(
+        self, x: Tensor, scaled: Tensor, clean: Tensor, gradient: Tensor, ball: Ball, scaling: Scaling, spread: bool
+    ) -> None:
+        """Move inputs one step up the gradient, in place, and `scaled` with them; the gradient is of scaled ones.
+
+        `spread`: it still lies with the outputs of the first convolution, see `gathered`.
+        """
+
 
 class TorchKernels:
     """Client after client, each with torch's own convolutions in channels-last layout."""
 
     multiple = 1
 
-    def convolve(self, x: Tensor, weight: Tensor, shift: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+    def convolve(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        shift: Tensor | None = None,
+        mask: Tensor | None = None,
+        turned: bool = False,
+        out: Tensor | None = None,
+        channels: int | None = None,
+    ) -> Tensor:
         outputs = []
+        # Taps in reverse order, inputs and outputs exchanged.
+        weight = weight.flip(1).transpose(2, 3) if turned else weight
         for images, taps in zip(x, weight, strict=True):
             result = F.conv2d(images.permute(0, 3, 1, 2), _filters(taps), padding=1)
             outputs.append(result.permute(0, 2, 3, 1))
         stacked = _stack(outputs)
         if shift is not None:
             stacked = stacked.add_(_spread(shift, stacked)).relu_()
-        return stacked if mask is None else stacked.mul_(mask > 0)
+        stacked = stacked if mask is None else stacked.mul_(mask > 0)
+        return stacked if out is None else out.copy_(stacked)
 
     def weight_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
         found = []
@@ -67,16 +136,17 @@ class TorchKernels:
             found.append(weight.permute(2, 3, 1, 0).reshape(9, shape[1], shape[0]))
         return _stack(found).float()
 
-    def pool(self, x: Tensor) -> Tensor:
-        return _windows(x).amax(dim=(3, 5))
+    def pool(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        k, n, h, w, c = x.shape
+        # The four positions of a window side by side: the first largest one wins.
+        windows = x.view(k, n, h // 2, 2, w // 2, 2, c).permute(0, 1, 2, 4, 6, 3, 5)
+        top, winners = windows.reshape(k, n, h // 2, w // 2, c, 4).max(dim=5)
+        return top, winners.masked_fill_(top <= 0, 4).to(torch.uint8)
 
-    def unpool(self, x: Tensor, gradient: Tensor) -> Tensor:
+    def unpool(self, winners: Tensor, gradient: Tensor) -> Tensor:
         k, n, h, w, c = gradient.shape
-        # The four positions of a window side by side: the first largest one takes the whole gradient.
-        four = _windows(x).permute(0, 1, 2, 4, 6, 3, 5).reshape(k, n, h, w, c, 4)
-        winner = F.one_hot(four.argmax(dim=5), 4).to(gradient.dtype) * (four.amax(dim=5, keepdim=True) > 0)
-        spread = (winner * gradient.unsqueeze(5)).reshape(k, n, h, w, c, 2, 2)
-        return spread.permute(0, 1, 2, 5, 3, 6, 4).reshape(x.shape)
+        four = F.one_hot(winners.long(), 5)[..., :4].to(gradient.dtype) * gradient.unsqueeze(5)
+        return four.view(k, n, h, w, c, 2, 2).permute(0, 1, 2, 5, 3, 6, 4).reshape(k, n, 2 * h, 2 * w, c)
 
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
         variance, mean = torch.var_mean(x.float(), dim=(1, 2, 3), correction=0)
@@ -93,6 +163,49 @@ class TorchKernels:
         g = gradient.float() * (active > 0)
         return (_spread(a, x) * g + _spread(b, x) * x.float() + _spread(c, x)).to(x.dtype)
 
+    def ascend(
+        self, x: Tensor, scaled: Tensor, clean: Tensor, gradient: Tensor, ball: Ball, scaling: Scaling, spread: bool
+    ) -> None:
+        gradient = gathered(gradient, x.shape[-1]) if spread else gradient
+        delta = STEPS[ball.norm](x - clean, scaling.back(gradient), ball)
+        scaled.copy_(scaling(x.copy_((clean + delta).clamp_(ball.low, ball.high))))
+
+
+def _linf_step(delta: Tensor, gradient: Tensor, ball: Ball) -> Tensor:
+    delta = delta + ball.step * gradient.sign()
+    return torch.minimum(torch.maximum(delta, -ball.radius), ball.radius)
+
+
+def _l2_step(delta: Tensor, gradient: Tensor, ball: Ball) -> Tensor:
+    delta = delta + ball.step * gradient / (sample_norms(gradient) + TINY)
+    return delta * (ball.radius / (sample_norms(delta) + TINY)).clamp(max=1.0)
+
+
+STEPS = {"linf": _linf_step, "l2": _l2_step}
+
+
+def gathered(spread: Tensor, channels: int) -> Tensor:
+    """Return the gradient of a convolution's input, given what every output position sends to its nine neighbours.
+
+    `spread` is K×N×H×W×(9·channels, padded). It is one small product, which a convolution of gradients into few
+    channels is not; adding up is left to whoever needs the result.
+    """
+    height, width = spread.shape[2:4]
+    around = F.pad(spread[..., : 9 * channels], (0, 0, 1, 1, 1, 1))
+    total = spread.new_zeros((*spread.shape[:4], channels))
+    for tap in range(9):
+        # What a tap read lies to its side, so what it sends back comes from the other one.
+        top, left = 2 - tap // 3, 2 - tap % 3
+        sent = slice(tap * channels, (tap + 1) * channels)
+        total += around[:, :, top : top + height, left : left + width, sent]
+    return total
+
+
+def sample_norms(x: Tensor) -> Tensor:
+    """Return the l2 norm of every sample, so that it broadcasts."""
+    norms: Tensor = torch.linalg.vector_norm(x, dim=(2, 3, 4), keepdim=True)
+    return norms
+
 
 def _stack(parts: list[Tensor]) -> Tensor:
     return parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(parts)
@@ -101,14 +214,9 @@ def _stack(parts: list[Tensor]) -> Tensor:
 def _filters(taps: Tensor) -> Tensor:
     """Return one client's taps as torch's filters."""
     _, inputs, outputs = taps.shape
-    return taps.view(3, 3, inputs, outputs).permute(3, 2, 0, 1)
+    return taps.reshape(3, 3, inputs, outputs).permute(3, 2, 0, 1)
 
 
 def _spread(values: Tensor, like: Tensor) -> Tensor:
     """Return K×C numbers so that they broadcast against a stack of images."""
     return values.view(len(values), *[1] * (like.ndim - 2), -1)
-
-
-def _windows(x: Tensor) -> Tensor:
-    k, n, h, w, c = x.shape
-    return x.view(k, n, h // 2, 2, w // 2, 2, c)

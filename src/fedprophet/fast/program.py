@@ -7,6 +7,8 @@ and ends in dense layers: the backbone's own classifier, or an auxiliary head. W
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -89,6 +91,79 @@ class Program:
             channels = block.outputs
             height, width = (height // 2, width // 2) if block.pool else (height, width)
         return channels, height, width
+
+
+@dataclass(frozen=True)
+class Exits:
+    """Clients `low` … `high` − 1 of a ladder: they leave it after the same number of blocks, through the same exit."""
+
+    low: int
+    high: int
+    program: Program
+
+    @property
+    def depth(self) -> int:
+        """After how many blocks they leave."""
+        return len(self.program.blocks)
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """The programs of several clients that begin alike: each one's blocks are the first of those before it.
+
+    So a block is run for the first `reach` clients at once, whatever the others do.
+    """
+
+    programs: tuple[Program, ...]
+
+    def __post_init__(self) -> None:
+        if not all(continues(one, other) for one, other in pairwise(self.programs)):
+            raise ValueError("the programs of a ladder must begin alike, the longest first")
+
+    @property
+    def clients(self) -> int:
+        """How many clients there are."""
+        return len(self.programs)
+
+    @property
+    def longest(self) -> Program:
+        """The program that has all blocks."""
+        return self.programs[0]
+
+    @cached_property
+    def reach(self) -> tuple[int, ...]:
+        """How many clients, the first ones, have each block."""
+        depths = [len(program.blocks) for program in self.programs]
+        return tuple(sum(depth > block for depth in depths) for block in range(depths[0]))
+
+    @cached_property
+    def exits(self) -> tuple[Exits, ...]:
+        """The clients by their exits, in order."""
+        found: list[Exits] = []
+        for number, program in enumerate(self.programs):
+            if found and found[-1].program == program:
+                found[-1] = replace(found[-1], high=number + 1)
+            else:
+                found.append(Exits(number, number + 1, program))
+        return tuple(found)
+
+    @cached_property
+    def spans(self) -> dict[str, tuple[int, int]]:
+        """The clients that have each tensor, by its name: the first of them, and the one behind the last."""
+        blocks = zip(self.longest.blocks, self.reach, strict=True)
+        spans = {name: (0, reach) for block, reach in blocks for name in block.tensors}
+        return spans | {
+            name: (exits.low, exits.high)
+            for exits in self.exits
+            for layer in exits.program.dense
+            for name in layer.tensors
+        }
+
+
+def continues(one: Program, other: Program) -> bool:
+    """Whether a program does all that another one does before its exit, and perhaps more."""
+    alike = one.shape == other.shape and one.normalize == other.normalize
+    return alike and one.blocks[: len(other.blocks)] == other.blocks
 
 
 def read_program(

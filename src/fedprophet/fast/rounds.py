@@ -1,7 +1,8 @@
-"""Local training, evaluation and measuring of a group of clients at once: tasks that differ in nothing but the client.
+"""Local training, evaluation and measuring of a group of clients at once: tasks that differ in little but the client.
 
-A plan holds the memory of one kind of group and is used round after round. On a GPU what it does is captured as a
-graph, so that a local iteration is one launch; elsewhere it is called as it is.
+A plan holds the memory of one kind of group in training and is used round after round. On a GPU its iterations are
+captured as graphs, so that each is one launch; elsewhere they are called as they are. Evaluation keeps nothing: its
+pieces are so large that their launches cost no time.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,17 +12,17 @@ import torch
 from torch import Tensor
 
 from fedprophet.client.task import LocalTraining
-from fedprophet.fast.attack import Gradient, attack
+from fedprophet.fast.attack import Attack
 from fedprophet.fast.draws import Draws
 from fedprophet.fast.kernels import Kernels
-from fedprophet.fast.program import Program
+from fedprophet.fast.program import Ladder
 from fedprophet.fast.stack import Folded, Layout, Tensors
 from fedprophet.fast.training import Training
 from fedprophet.randomness import key
 from fedprophet.threat import ThreatModel
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
-"""Turns a piece of work on fixed memory into one that is cheap to repeat."""
+"""Turns a piece of work on fixed memory into one that is cheap to repeat. It does nothing by itself."""
 
 
 @dataclass(frozen=True)
@@ -39,31 +40,18 @@ def uncaptured(work: Callable[[], None]) -> Callable[[], None]:
     return work
 
 
-class _Threat:
-    """A threat whose radius and step may change between uses of a captured graph."""
-
-    def __init__(self, threat: ThreatModel, device: torch.device) -> None:
-        self.model = threat
-        self.radius = torch.empty((), device=device)
-        self.step = torch.empty((), device=device)
-
-    def set(self, threat: ThreatModel) -> None:
-        self.radius.fill_(threat.radius)
-        self.step.fill_(threat.step)
-
-    def on(self, gradient: Gradient, x: Tensor, draws: Draws) -> Tensor:
-        """Return inputs perturbed so that what the gradient is of is high."""
-        return attack(gradient, x, self.model, self.radius, self.step, draws)
-
-
 def one_hot(labels: Tensor, classes: int) -> Tensor:
     """Return labels as float32 targets; torch's own would look at the labels from the host."""
     return (labels.unsqueeze(-1) == torch.arange(classes, device=labels.device)).float()
 
 
+def _attack(threat: ThreatModel | None, device: torch.device) -> Attack | None:
+    return None if threat is None or threat.harmless else Attack(threat, device)
+
+
 @dataclass(frozen=True)
 class _Iteration:
-    """A captured local iteration: the memory that says which samples, its draws, and what does it."""
+    """A local iteration: the memory that says which samples, its draws, and what does it."""
 
     positions: Tensor
     draws: Draws
@@ -72,26 +60,26 @@ class _Iteration:
 
 @dataclass
 class TrainingPlan:
-    """The memory of a group in training, and a captured iteration for each batch size that occurs."""
+    """The memory of a group in training, and an iteration for each batch size that occurs."""
 
-    program: Program
+    ladder: Ladder
     backend: Backend
-    clients: int
     samples: int
     hyper: LocalTraining
     threat: ThreatModel | None
-    _iterations: dict[int, "_Iteration"] = field(init=False, default_factory=dict)
+    _iterations: dict[int, _Iteration] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        device = self.backend.device
-        channels, height, width = self.program.shape
-        self.inputs = torch.empty((self.clients, self.samples, height, width, channels), device=device)
-        self.labels = torch.empty((self.clients, self.samples), dtype=torch.long, device=device)
-        self.layout = Layout(self.program, self.backend.kernels.multiple)
-        self.classes = self.program.dense[-1].outputs
-        self._attack = None if self.threat is None or self.threat.harmless else _Threat(self.threat, device)
+        device, clients = self.backend.device, self.ladder.clients
+        channels, height, width = self.ladder.longest.shape
+        self.inputs = torch.empty((clients, self.samples, height, width, channels), device=device)
+        self.labels = torch.empty((clients, self.samples), dtype=torch.long, device=device)
+        self.layout = Layout(self.ladder, self.backend.kernels.multiple)
+        self.classes = self.ladder.longest.dense[-1].outputs
+        self._attack = _attack(self.threat, device)
+        self._rows = torch.arange(clients, device=device).unsqueeze(1)
+        self.folded = Folded(self.ladder, self.backend.kernels, self.backend.compute)
         self.training: Training | None = None
-        self.folded: Folded | None = None
 
     def load(
         self,
@@ -103,12 +91,9 @@ class TrainingPlan:
         """Take over a group: its parameters, its inputs and labels, and what may change from round to round."""
         stacks = self.layout.stacked(parameters, self.backend.device)
         if self.training is None:
-            kernels, compute = self.backend.kernels, self.backend.compute
             # Training writes in place, and stacks may be views of what tasks brought.
             owned = {name: value.clone(memory_format=torch.contiguous_format) for name, value in stacks.items()}
-            self.training = Training(self.program, kernels, compute, owned, self.hyper)
-            self.folded = Folded(self.program, kernels, compute)
-            self.folded.fold(stacks)
+            self.training = Training(self.ladder, self.backend.kernels, self.backend.compute, owned, self.hyper)
         else:
             for name, value in stacks.items():
                 self.training.stacks[name].copy_(value)
@@ -124,43 +109,46 @@ class TrainingPlan:
         for number, positions in enumerate(batches):
             size = positions.shape[1]
             if size not in self._iterations:
-                self._iterations[size] = self._captured(positions)
+                chosen, draws = positions.clone(), Draws(self.backend.device)
+                self._iterations[size] = _Iteration(chosen, draws, self.backend.capture(self._work(chosen, draws)))
             iteration = self._iterations[size]
             iteration.positions.copy_(positions)
             iteration.draws.renew([key(seed, "iteration", number) for seed in seeds])
             iteration.run()
 
-    def _captured(self, positions: Tensor) -> _Iteration:
-        """Capture an iteration for batches of this size. That runs it, so what it changes is put back."""
-        assert self.training is not None
-        chosen, draws = positions.clone(), Draws(self.backend.device)
-        before = self.training.snapshot()
-        work = self.backend.capture(self._work(chosen, draws))
-        self.training.restore(before)
-        return _Iteration(chosen, draws, work)
-
     def _work(self, chosen: Tensor, draws: Draws) -> Callable[[], None]:
-        rows = torch.arange(self.clients, device=self.backend.device).unsqueeze(1)
         training, folded = self.training, self.folded
         assert training is not None
-        assert folded is not None
+        scaling = folded.scaling(self.backend.device)
 
         def iteration() -> None:
-            x, targets = self.inputs[rows, chosen], one_hot(self.labels[rows, chosen], self.classes)
-            if self._attack is not None:
-                folded.fold(training.stacks)
-                x = self._attack.on(lambda z: folded.loss_gradient(z, targets, self.hyper.strong_convexity), x, draws)
-            training.step(x, targets, draws)
+            x = self.inputs[self._rows, chosen]
+            targets = one_hot(self.labels[self._rows, chosen], self.classes)
+            if self._attack is None:
+                training.step(scaling(x), targets, draws)
+                return
+            folded.fold(training.stacks)
+            mu = self.hyper.strong_convexity
+            attacked = self._attack(lambda z: folded.loss_gradient(z, targets, mu), x, folded, draws)
+            training.step(attacked, targets, draws)
 
         return iteration
 
-    def results(self) -> tuple[dict[str, Tensor], list[float], list[bool]]:
-        """Return all clients' tensors, one behind the other, their mean losses, and whose tensors are all finite."""
+    def results(self) -> tuple[list[dict[str, Tensor]], list[float], list[bool]]:
+        """Return each client's tensors, mean loss, and whether all of its tensors are finite."""
         assert self.training is not None
         stacks = self.training.stacks
-        finite = torch.stack([torch.isfinite(stack).flatten(1).all(dim=1) for stack in stacks.values()]).all(dim=0)
+        spans = self.ladder.spans
+        finite = torch.ones(self.ladder.clients, dtype=torch.bool, device=self.backend.device)
+        for name, stack in stacks.items():
+            finite[slice(*spans[name])] &= torch.isfinite(stack).flatten(1).all(dim=1)
         losses, sound = torch.stack([self.training.losses / self.hyper.iterations, finite.float()]).tolist()
-        return self.layout.clients(stacks), losses, [bool(value) for value in sound]
+        tensors: list[dict[str, Tensor]] = [{} for _ in range(self.ladder.clients)]
+        for name, values in self.layout.clients(stacks).items():
+            low, high = spans[name]
+            for own, value in zip(tensors[low:high], values.unbind(), strict=True):
+                own[name] = value
+        return tensors, losses, [bool(value) for value in sound]
 
     @property
     def nbytes(self) -> int:
@@ -169,83 +157,49 @@ class TrainingPlan:
         if self.training is not None:
             held += [*self.training.stacks.values(), *self.training.velocity.values()]
         drawn = sum(iteration.draws.nbytes for iteration in self._iterations.values())
-        return sum(tensor.nbytes for tensor in held) + drawn + (self.folded.nbytes if self.folded else 0)
+        return sum(tensor.nbytes for tensor in held) + drawn + self.folded.nbytes
 
 
-@dataclass
-class EvaluationPlan:
-    """The memory of a group that is evaluated or measured on `samples` inputs of every client."""
+@dataclass(frozen=True)
+class Evaluation:
+    """Clients that are evaluated or measured: folded networks, inputs and labels, and the attack on them."""
 
-    program: Program
-    backend: Backend
-    clients: int
-    samples: int
+    folded: Folded
+    inputs: Tensor
+    labels: Tensor
     threat: ThreatModel | None
-    measures: bool = False
-    """Whether the attack maximises how far the feature moves, not the loss."""
+    seeds: Sequence[int]
 
-    def __post_init__(self) -> None:
-        device = self.backend.device
-        channels, height, width = self.program.shape
-        self.inputs = torch.empty((self.clients, self.samples, height, width, channels), device=device)
-        self.labels = torch.zeros((self.clients, self.samples), dtype=torch.long, device=device)
-        self.folded = Folded(self.program, self.backend.kernels, self.backend.compute)
-        self._attack = None if self.threat is None or self.threat.harmless else _Threat(self.threat, device)
-        self._draws = Draws(device)
-        self._found: dict[str, Tensor] = {}
-        self._captured: Callable[[], None] | None = None
-
-    def run(
-        self,
-        parameters: Sequence[Tensors],
-        data: Sequence[tuple[Tensor, Tensor]],
-        threat: ThreatModel | None,
-        seeds: Sequence[int],
-    ) -> dict[str, list[float]]:
-        """Return counts of right answers, clean and attacked, or the mean shift of the feature, for every client."""
-        layout = self.folded.layout
-        self.folded.fold(layout.stacked(parameters, self.backend.device))
-        for number, (inputs, labels) in enumerate(data):
-            self.inputs[number].copy_(inputs)
-            self.labels[number].copy_(labels)
-        if self._attack is not None and threat is not None:
-            self._attack.set(threat)
-        if self._captured is None:
-            self._captured = self.backend.capture(self._measure if self.measures else self._evaluate)
-        self._draws.renew(seeds)
-        self._captured()
-        return {name: value.tolist() for name, value in self._found.items()}
-
-    @property
-    def nbytes(self) -> int:
-        """How much memory it holds on to, besides what a captured graph computes in."""
-        return self.inputs.nbytes + self.labels.nbytes + self._draws.nbytes + self.folded.nbytes
-
-    def _note(self, name: str, value: Tensor) -> None:
-        """Keep a result in memory that stays where it is."""
-        self._found.setdefault(name, torch.empty_like(value)).copy_(value)
-
-    def _evaluate(self) -> None:
-        folded = self.folded
-        self._note("clean", self._right(self.inputs))
-        if self._attack is None:
-            if self.threat is not None:
-                self._note("adversarial", self._right(self.inputs))
-            return
-        targets = one_hot(self.labels, self.program.dense[-1].outputs)
+    def answers(self) -> dict[str, Tensor]:
+        """Return how many answers of each client are right, clean and under attack."""
+        clean = self._right(self._scaled(self.inputs))
+        if self.threat is None:
+            return {"clean": clean}
+        targets = one_hot(self.labels, self.folded.ladder.longest.dense[-1].outputs)
         # The attack on a whole cascade raises the cross-entropy alone.
-        attacked = self._attack.on(lambda z: folded.loss_gradient(z, targets, 0.0), self.inputs, self._draws)
-        self._note("adversarial", self._right(attacked))
+        attacked = self._attacked(lambda z: self.folded.loss_gradient(z, targets, 0.0))
+        return {"clean": clean, "adversarial": clean if attacked is None else self._right(attacked)}
 
-    def _measure(self) -> None:
-        if self._attack is None:
-            self._note("magnitude", torch.zeros(self.clients, device=self.backend.device))
-            return
-        folded = self.folded
-        clean = folded.features(self.inputs)
-        attacked = self._attack.on(lambda z: folded.shift_gradient(z, clean), self.inputs, self._draws)
-        moved = (folded.features(attacked).float() - clean.float()).flatten(2).norm(dim=2)
-        self._note("magnitude", moved.mean(dim=1))
+    def magnitudes(self) -> dict[str, Tensor]:
+        """Return how far the attack moves the feature of each client, in the mean over its samples."""
+        clean = self.folded.features(self._scaled(self.inputs))
+        attacked = self._attacked(lambda z: self.folded.shift_gradient(z, clean))
+        if attacked is None:
+            return {"magnitude": torch.zeros(len(self.inputs), device=self.inputs.device)}
+        moved = (self.folded.features(attacked).float() - clean.float()).flatten(2).norm(dim=2)
+        return {"magnitude": moved.mean(dim=1)}
 
-    def _right(self, x: Tensor) -> Tensor:
-        return (self.folded.scores(x).argmax(dim=2) == self.labels).sum(dim=1).float()
+    def _scaled(self, x: Tensor) -> Tensor:
+        return self.folded.prepare(x)
+
+    def _attacked(self, gradient: Callable[[Tensor], Tensor]) -> Tensor | None:
+        attack = _attack(self.threat, self.inputs.device)
+        if attack is None or self.threat is None:
+            return None
+        attack.set(self.threat)
+        draws = Draws(self.inputs.device)
+        draws.renew(self.seeds)
+        return attack(gradient, self.inputs, self.folded, draws)
+
+    def _right(self, z: Tensor) -> Tensor:
+        return (self.folded.scores(z).argmax(dim=2) == self.labels).sum(dim=1).float()

@@ -1,10 +1,12 @@
 """Networks of several clients in one tensor for each parameter, in the layout that the kernels read.
 
+The clients form a ladder: a block is run for the first clients that have it, and each exit for those that leave there.
+
 Parameters are float32 masters; `compute` is the type of activations and of the copies that products read. Channels are
 padded with zeros where the kernels want it: zeros stay zeros in training, so nobody notices.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,52 +14,60 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedprophet.fast.draws import Draws
-from fedprophet.fast.kernels import Kernels
-from fedprophet.fast.program import Dense, Program
+from fedprophet.fast.kernels import FEW, Kernels, Scaling
+from fedprophet.fast.program import Dense, Exits, Ladder, Program
 
 Tensors = Mapping[str, Tensor]
+Uniform = Callable[[str, tuple[int, ...]], Tensor]
+"""Returns numbers from [0, 1) under a name."""
+
+
+SMALL = 4
+"""A block of at most so many positions is run as a matrix: most taps of a convolution would meet nothing but border."""
 
 
 class Layout:
-    """Where each tensor of a program lies in a stack, and back. All clients are moved at once."""
+    """Where each tensor of a ladder's clients lies in a stack, and back. All clients are moved at once."""
 
-    def __init__(self, program: Program, multiple: int) -> None:
-        self.program = program
+    def __init__(self, ladder: Ladder, multiple: int) -> None:
+        self.ladder = ladder
         self.multiple = multiple
-        self._side = program.side if program.side is not None else program.feature[1]
-        self._blocks = {name: block for block in program.blocks for name in block.tensors}
-        self._first = {name for layer in program.dense[:1] for name in layer.tensors}
+        self._blocks = {name: block for block in ladder.longest.blocks for name in block.tensors}
+        first = {exits.program.dense[0].name: exits.program for exits in ladder.exits if exits.program.dense}
+        self._flattens = {f"{name}.weight": program for name, program in first.items()}
 
     def padded(self, channels: int) -> int:
         """Return a number of channels, padded."""
         return -(-channels // self.multiple) * self.multiple
 
     def names(self) -> tuple[str, ...]:
-        """Return the state-dict names of the program's tensors."""
-        return self.program.tensors
+        """Return the state-dict names of the ladder's tensors."""
+        return tuple(self.ladder.spans)
 
     def parameters(self) -> list[str]:
         """Return those that gradients change: all but the norm layers' statistics."""
         return [name for name in self.names() if not name.endswith((".running_mean", ".running_var"))]
 
     def stacked(self, parameters: Sequence[Tensors], device: torch.device) -> dict[str, Tensor]:
-        """Return the parameters of several clients as stacks; what all of them share lies in memory once."""
-        first = parameters[0]
-        shared = {name for name in self.names() if all(tensors[name] is first[name] for tensors in parameters)}
-        stacks = {name: self._into(name, first[name].to(device).unsqueeze(0)) for name in shared}
-        stacks = {name: one.expand(len(parameters), *one.shape[1:]) for name, one in stacks.items()}
+        """Return the clients' parameters as stacks; what all who have it share lies in memory once."""
+        columns = {
+            name: [tensors[name] for tensors in parameters[low:high]] for name, (low, high) in self.ladder.spans.items()
+        }
+        stacks: dict[str, Tensor] = {}
         others: dict[torch.device, list[str]] = {}
-        for name in self.names():
-            if name not in shared:
-                others.setdefault(first[name].device, []).append(name)
+        for name, column in columns.items():
+            if all(value is column[0] for value in column):
+                one = self._into(name, column[0].to(device).unsqueeze(0))
+                stacks[name] = one.expand(len(column), *one.shape[1:])
+            else:
+                others.setdefault(column[0].device, []).append(name)
         for home, names in others.items():
-            together = moved([[tensors[name] for name in names] for tensors in parameters], home, device)
+            together = moved([columns[name] for name in names], home, device)
             stacks |= {name: self._into(name, value) for name, value in zip(names, together, strict=True)}
         return {name: stacks[name] for name in self.names()}
 
     def clients(self, stacks: Tensors) -> dict[str, Tensor]:
-        """Return the parameters of all clients under their own shapes, clients first, in memory of their own."""
+        """Return each parameter of those who have it in its own shape, clients first, in memory of their own."""
         return {
             name: self._out_of(name, stacks[name]).clone(memory_format=torch.contiguous_format) for name in self.names()
         }
@@ -81,10 +91,10 @@ class Layout:
         return kept.reshape(-1, 3, 3, block.inputs, block.outputs).permute(0, 4, 3, 1, 2)
 
     def _dense_into(self, name: str, values: Tensor) -> Tensor:
-        """Return in × out; the first layer reads positions before channels, and padded channels."""
+        """Return in × out; the first layer of an exit reads positions before channels, and padded channels."""
         clients, outputs, _ = values.shape
-        if name in self._first:
-            channels, side = self.program.feature[0], self._side
+        if name in self._flattens:
+            channels, side = _flattened(self._flattens[name])
             values = values.reshape(clients, outputs, channels, side, side).permute(0, 1, 3, 4, 2)
             values = F.pad(values, (0, self.padded(channels) - channels)).reshape(clients, outputs, -1)
         return values.transpose(1, 2).contiguous()
@@ -92,18 +102,24 @@ class Layout:
     def _dense_out_of(self, name: str, values: Tensor) -> Tensor:
         values = values.transpose(1, 2)
         clients, outputs, _ = values.shape
-        if name in self._first:
-            channels, side = self.program.feature[0], self._side
+        if name in self._flattens:
+            channels, side = _flattened(self._flattens[name])
             values = values.reshape(clients, outputs, side, side, -1)[..., :channels]
             values = values.permute(0, 1, 4, 2, 3).reshape(clients, outputs, -1)
         return values
 
 
-def moved(rows: Sequence[Sequence[Tensor]], home: torch.device, device: torch.device) -> list[Tensor]:
-    """Return the columns of a table of tensors as stacks on a device, all of them in one transfer."""
-    flat = torch.stack([torch.cat([value.to(home).reshape(-1) for value in row]) for row in rows]).to(device)
-    parts = torch.split(flat, [value.numel() for value in rows[0]], dim=1)
-    return [part.reshape(len(rows), *value.shape) for part, value in zip(parts, rows[0], strict=True)]
+def _flattened(program: Program) -> tuple[int, int]:
+    """Return channels and side of what the first dense layer reads."""
+    channels, height, _ = program.feature
+    return channels, height if program.side is None else program.side
+
+
+def moved(columns: Sequence[Sequence[Tensor]], home: torch.device, device: torch.device) -> list[Tensor]:
+    """Return columns of tensors as stacks on a device, all of them in one transfer."""
+    flat = torch.cat([value.to(home).reshape(-1) for column in columns for value in column]).to(device)
+    parts = torch.split(flat, [len(column) * column[0].numel() for column in columns])
+    return [part.view(len(column), *column[0].shape) for part, column in zip(parts, columns, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -117,57 +133,74 @@ class Exit:
 
 
 class Network:
-    """The parts that folded networks and those in training share: preparing inputs, and the exit."""
+    """The parts that folded networks and those in training share: preparing inputs, and the exits."""
 
-    def __init__(self, program: Program, kernels: Kernels, compute: torch.dtype) -> None:
-        self.program = program
+    def __init__(self, ladder: Ladder, kernels: Kernels, compute: torch.dtype) -> None:
+        self.ladder = ladder
         self.kernels = kernels
         self.compute = compute
-        self.layout = Layout(program, kernels.multiple)
-        self._statistics: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self.layout = Layout(ladder, kernels.multiple)
+        self._scalings: dict[torch.device, Scaling] = {}
 
-    def _normalization(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return mean and deviation of the inputs' channels; made once, since a graph must not copy from the host."""
-        assert self.program.normalize is not None
-        if device not in self._statistics:
-            mean, std = self.program.normalize
-            self._statistics[device] = torch.tensor(mean, device=device), torch.tensor(std, device=device)
-        return self._statistics[device]
+    def scaling(self, device: torch.device) -> Scaling:
+        """Return how inputs are read; made once, since a graph must not copy from the host."""
+        if device not in self._scalings:
+            channels = self.ladder.longest.shape[0]
+            mean, std = self.ladder.longest.normalize or ((0.0,) * channels, (1.0,) * channels)
+            self._scalings[device] = Scaling(
+                torch.tensor(mean, device=device),
+                torch.tensor(std, device=device),
+                self.compute,
+                self.layout.padded(channels),
+            )
+        return self._scalings[device]
 
     def prepare(self, x: Tensor) -> Tensor:
         """Return float32 inputs as the first convolution reads them: normalised, in the compute type, padded."""
-        if self.program.normalize is not None:
-            mean, std = self._normalization(x.device)
-            x = (x - mean) / std
-        channels = self.program.shape[0]
-        padding = self.layout.padded(channels) - channels
-        x = x.to(self.compute)
-        return F.pad(x, (0, padding)) if padding else x
+        return self.scaling(x.device)(x)
 
-    def input_gradient(self, gradient: Tensor) -> Tensor:
-        """Return the gradient of `prepare`: that of the float32 inputs."""
-        g = gradient[..., : self.program.shape[0]].float()
-        if self.program.normalize is not None:
-            g = g / self._normalization(g.device)[1]
-        return g
-
-    def pooled(self, feature: Tensor) -> Tensor:
-        """Return the feature as the first dense layer reads it: K×N×inputs."""
+    def pooled(self, exits: Exits, feature: Tensor) -> Tensor:
+        """Return the feature as the first dense layer of an exit reads it: K×N×inputs."""
         k, n, h, w, c = feature.shape
-        side = self.program.side
+        side = exits.program.side
         if side is not None and side != h:
             feature = feature.float().view(k, n, side, h // side, side, w // side, c).mean(dim=(3, 5))
         return feature.reshape(k, n, -1).to(self.compute)
 
-    def unpooled(self, gradient: Tensor, feature: Tensor) -> Tensor:
+    def unpooled(self, exits: Exits, gradient: Tensor, feature: Tensor) -> Tensor:
         """Return the gradient of `pooled` with respect to the feature."""
         k, n, h, w, c = feature.shape
-        side = self.program.side
+        side = exits.program.side
         if side is None or side == h:
             return gradient.reshape(feature.shape)
         share = (h // side) * (w // side)
-        g = (gradient.float() / share).view(k, n, side, 1, side, 1, c)
-        return g.expand(k, n, side, h // side, side, w // side, c).reshape(feature.shape).to(self.compute)
+        g = (gradient.float() / share).to(self.compute).view(k, n, side, 1, side, 1, c)
+        # Kernels read memory: what is repeated must lie there as often.
+        return g.expand(k, n, side, h // side, side, w // side, c).reshape(feature.shape).contiguous()
+
+    def leaving(self, depth: int) -> list[Exits]:
+        """Return the exits after so many blocks."""
+        return [exits for exits in self.ladder.exits if exits.depth == depth]
+
+
+def joined(
+    like: Tensor,
+    leaving: Sequence[Exits],
+    above: Tensor | None,
+    deeper: Callable[[Tensor | None], Tensor],
+    here: Callable[[Exits], Tensor],
+) -> Tensor:
+    """Return the gradient where some clients leave and those in front of them go on: `deeper` writes the latter's."""
+    if not leaving:
+        return deeper(None)
+    if above is None and len(leaving) == 1:
+        return here(leaving[0])
+    gradient = torch.empty_like(like)
+    if above is not None:
+        deeper(gradient[: len(above)])
+    for exits in leaving:
+        gradient[exits.low : exits.high] = here(exits)
+    return gradient
 
 
 def dense_forward(
@@ -175,9 +208,9 @@ def dense_forward(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     x: Tensor,
-    draws: Draws | None = None,
+    uniform: Uniform | None = None,
 ) -> Exit:
-    """Run the dense layers of all clients; dropout acts where there are `draws` for it."""
+    """Run the dense layers of all clients; dropout acts where there are `uniform` draws for it."""
     inputs: list[Tensor] = []
     kept: list[Tensor | None] = []
     for layer, weight, bias in zip(layers, weights, biases, strict=True):
@@ -185,8 +218,8 @@ def dense_forward(
         x = torch.bmm(x, weight) if bias is None else torch.baddbmm(bias.unsqueeze(1), x, weight)
         x = x.relu_() if layer.relu else x
         keep = None
-        if draws is not None and layer.dropout > 0:
-            drawn = draws.uniform(f"dropout {layer.name}", tuple(x.shape))
+        if uniform is not None and layer.dropout > 0:
+            drawn = uniform(f"dropout {layer.name}", tuple(x.shape))
             keep = (drawn >= layer.dropout).to(x.dtype) / (1 - layer.dropout)
             x = x * keep
         kept.append(keep)
@@ -194,9 +227,9 @@ def dense_forward(
 
 
 def dense_backward(
-    layers: Sequence[Dense], weights: Sequence[Tensor], run: Exit, gradient: Tensor
+    layers: Sequence[Dense], weights: Sequence[Tensor], run: Exit, gradient: Tensor, parameters: bool = True
 ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-    """Return the gradient of the exit's input, and those of each layer's weight and bias in float32."""
+    """Return the gradient of the exit's input, and (if asked for) each layer's of weight and bias in float32."""
     found: list[tuple[Tensor, Tensor]] = []
     outputs = (*run.inputs[1:], run.scores)
     for number in range(len(layers) - 1, -1, -1):
@@ -204,8 +237,9 @@ def dense_backward(
         gradient = gradient if keep is None else gradient * keep
         if layers[number].relu:
             gradient = gradient * (outputs[number] > 0)
-        x = run.inputs[number]
-        found.append((torch.bmm(x.transpose(1, 2), gradient).float(), gradient.float().sum(dim=1)))
+        if parameters:
+            x = run.inputs[number]
+            found.append((torch.bmm(x.transpose(1, 2), gradient).float(), gradient.float().sum(dim=1)))
         gradient = torch.bmm(gradient, weights[number].transpose(1, 2))
     return gradient, found[::-1]
 
@@ -213,97 +247,183 @@ def dense_backward(
 class Folded(Network):
     """Networks in evaluation mode: batch norm is part of the convolutions. Only gradients of inputs are ever needed."""
 
-    def __init__(self, program: Program, kernels: Kernels, compute: torch.dtype) -> None:
-        super().__init__(program, kernels, compute)
-        self.forward_weights: list[Tensor] = []
-        self.backward_weights: list[Tensor] = []
+    def __init__(self, ladder: Ladder, kernels: Kernels, compute: torch.dtype) -> None:
+        super().__init__(ladder, kernels, compute)
+        self.weights: list[Tensor] = []
         self.shifts: list[Tensor] = []
         self.dense_weights: list[Tensor] = []
         self.dense_biases: list[Tensor | None] = []
+        self._dense = [layer for exits in ladder.exits for layer in exits.program.dense]
+        self._small = _small_blocks(ladder.longest)
+        self._senders: list[Tensor] = []
+        self.spreads = 9 * ladder.longest.shape[0] <= FEW and not self._small[0]
+        """Whether gradients of inputs are left with the outputs of the first convolution, see `kernels.gathered`."""
 
     @property
     def nbytes(self) -> int:
         """How much memory its copies of the parameters take."""
-        copies = (*self.forward_weights, *self.backward_weights, *self.shifts, *self.dense_weights, *self.dense_biases)
+        copies = (*self.weights, *self.shifts, *self.dense_weights, *self.dense_biases)
         return sum(copy.nbytes for copy in copies if copy is not None)
 
     def fold(self, stacks: Tensors) -> None:
         """Take over the parameters; storage that is there already is written again, as a captured graph needs."""
-        forward, shifts = [], []
-        for block in self.program.blocks:
+        weights: list[Tensor] = []
+        shifts: list[Tensor] = []
+        for block in self.ladder.longest.blocks:
             scale = stacks[f"{block.norm}.weight"] * torch.rsqrt(stacks[f"{block.norm}.running_var"] + block.epsilon)
-            weight = (stacks[f"{block.convolution}.weight"] * scale[:, None, None, :]).to(self.compute)
             offset = -stacks[f"{block.norm}.running_mean"]
             offset = offset + stacks[f"{block.convolution}.bias"] if block.bias else offset
-            forward.append(weight)
+            weights.append(self._scaled(len(weights), stacks[f"{block.convolution}.weight"], scale))
             shifts.append(stacks[f"{block.norm}.bias"] + scale * offset)
-        dense = [stacks[f"{layer.name}.weight"] for layer in self.program.dense]
-        biases = [stacks[f"{d.name}.bias"] if d.bias else None for d in self.program.dense]
-        self.forward_weights = _refill(self.forward_weights, forward, self.compute)
-        self.backward_weights = _refill(self.backward_weights, [turned(weight) for weight in forward], self.compute)
+        dense = [stacks[f"{layer.name}.weight"] for layer in self._dense]
+        biases = [stacks[f"{layer.name}.bias"] if layer.bias else None for layer in self._dense]
+        self.weights = weights
+        if self.spreads:
+            self._senders = _refill(self._senders, [self._sender()], self.compute)
         self.shifts = _refill(self.shifts, shifts, torch.float32)
         self.dense_weights = _refill(self.dense_weights, dense, self.compute)
         self.dense_biases = _refill(self.dense_biases, biases, self.compute)
 
-    def features(self, x: Tensor) -> Tensor:
-        """Return the feature before the exit."""
-        z = self.prepare(x)
-        for block, weight, shift in zip(self.program.blocks, self.forward_weights, self.shifts, strict=True):
-            z = self.kernels.convolve(z, weight, shift)
-            z = self.kernels.pool(z) if block.pool else z
+    def _scaled(self, number: int, weight: Tensor, scale: Tensor) -> Tensor:
+        """Return a convolution times its norm layer's scale, in the memory that it had before."""
+        before = self.weights[number] if self.weights else None
+        side = self._small[number]
+        into = (
+            before
+            if before is not None and not side
+            else torch.empty(weight.shape, dtype=self.compute, device=weight.device)
+        )
+        torch.mul(weight, scale[:, None, None, :], out=into)
+        into = as_matrix(into, side) if side else into
+        return into if before is None or before is into else before.copy_(into)
+
+    def _sender(self) -> Tensor:
+        """Return what takes a gradient at the first convolution's outputs to each of its nine taps' inputs."""
+        channels = self.ladder.longest.shape[0]
+        taps = self.weights[0][:, :, :channels].flatten(1, 2).transpose(1, 2)
+        return F.pad(taps, (0, FEW - 9 * channels))
+
+    def features(self, z: Tensor) -> Tensor:
+        """Return the feature before the exit, for clients that all leave at the end; `z` are prepared inputs."""
+        for number in range(len(self.ladder.longest.blocks)):
+            z, _ = self._run(number, z)
         return z
 
-    def scores(self, x: Tensor) -> Tensor:
-        """Return the class scores, K×N×classes."""
-        return self._exit(self.features(x)).scores
+    def scores(self, z: Tensor) -> Tensor:
+        """Return the class scores, K×N×classes, for clients that all leave at the end."""
+        (exits,) = self.ladder.exits
+        return self._exit(exits, self.features(z)).scores
 
-    def loss_gradient(self, x: Tensor, targets: Tensor, strong_convexity: float) -> Tensor:
-        """Return the gradient of each sample's loss with respect to its input; `targets` are one-hot."""
-        saved = self._run(x)
-        feature = saved[-1][1]
-        run = self._exit(feature)
-        gradient = (run.scores.softmax(dim=2) - targets).to(self.compute)
-        gradient, _ = dense_backward(self.program.dense, self.dense_weights, run, gradient)
-        gradient = self.unpooled(gradient, feature)
-        if self.program.convex and strong_convexity:
-            gradient = gradient + (strong_convexity * feature).to(self.compute)
-        return self._back(saved, gradient)
+    def loss_gradient(self, z: Tensor, targets: Tensor, strong_convexity: float) -> Tensor:
+        """Return the gradient of each sample's loss with respect to its prepared input; `targets` are one-hot."""
 
-    def shift_gradient(self, x: Tensor, clean: Tensor) -> Tensor:
-        """Return the gradient of ‖z(x) − z‖² with respect to the input, where z are the clean features."""
-        saved = self._run(x)
-        return self._back(saved, (2 * (saved[-1][1].float() - clean.float())).to(self.compute))
+        def at(exits: Exits, feature: Tensor) -> Tensor:
+            run = self._exit(exits, feature)
+            gradient = (run.scores.softmax(dim=2) - targets[exits.low : exits.high]).to(self.compute)
+            weights, _ = self._layers(exits)
+            gradient, _ = dense_backward(exits.program.dense, weights, run, gradient, parameters=False)
+            gradient = self.unpooled(exits, gradient, feature)
+            if exits.program.convex and strong_convexity:
+                gradient = gradient.add(feature, alpha=strong_convexity)
+            return gradient
 
-    def _exit(self, feature: Tensor) -> Exit:
-        return dense_forward(self.program.dense, self.dense_weights, self.dense_biases, self.pooled(feature))
+        return self._gradient(z, at)
 
-    def _run(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return for each block what its ReLU gave and what left it (the same where there is no pool)."""
-        z = self.prepare(x)
-        saved = []
-        for block, weight, shift in zip(self.program.blocks, self.forward_weights, self.shifts, strict=True):
-            active = self.kernels.convolve(z, weight, shift)
-            z = self.kernels.pool(active) if block.pool else active
-            saved.append((active, z))
-        return saved
+    def shift_gradient(self, z: Tensor, clean: Tensor) -> Tensor:
+        """Return the gradient of ‖f(z) − f‖² with respect to prepared inputs, where f are the clean features."""
+        return self._gradient(
+            z, lambda exits, feature: (2 * (feature.float() - clean[exits.low : exits.high].float())).to(self.compute)
+        )
 
-    def _back(self, saved: list[tuple[Tensor, Tensor]], gradient: Tensor) -> Tensor:
-        """Go back from the gradient of the feature to that of the input."""
-        blocks = self.program.blocks
-        active, _ = saved[-1]
-        g = self.kernels.unpool(active, gradient) if blocks[-1].pool else gradient * (active > 0)
-        for number in range(len(blocks) - 1, 0, -1):
-            active, _ = saved[number - 1]
-            if blocks[number - 1].pool:
-                g = self.kernels.unpool(active, self.kernels.convolve(g, self.backward_weights[number]))
-            else:
-                g = self.kernels.convolve(g, self.backward_weights[number], mask=active)
-        return self.input_gradient(self.kernels.convolve(g, self.backward_weights[0]))
+    def _gradient(self, z: Tensor, at: Callable[[Exits, Tensor], Tensor]) -> Tensor:
+        """Run all blocks, ask for the gradient at every exit, and go back to the input."""
+        blocks = self.ladder.longest.blocks
+        saved: list[tuple[Tensor, Tensor | None]] = []
+        for number in range(len(blocks)):
+            z, winners = self._run(number, z[: self.ladder.reach[number]])
+            saved.append((z, winners))
+        above: Tensor | None = None
+        for number in range(len(blocks) - 1, -1, -1):
+            left, winners = saved.pop()
+            above = self._joined(number, above, left, None if blocks[number].pool else left, at)
+            above = above if winners is None else self.kernels.unpool(winners, above)
+        assert above is not None
+        if self.spreads:
+            sent = torch.bmm(above.flatten(1, 3), self._senders[0])
+            return sent.view(*above.shape[:4], FEW)
+        return self._back(0, above, None, None)
+
+    def _joined(
+        self,
+        number: int,
+        above: Tensor | None,
+        left: Tensor,
+        mask: Tensor | None,
+        at: Callable[[Exits, Tensor], Tensor],
+    ) -> Tensor:
+        """Return the gradient behind a block for all clients that have it: from the next block, and from exits."""
+
+        def deeper(out: Tensor | None) -> Tensor:
+            assert above is not None
+            return self._back(number + 1, above, None if mask is None else mask[: len(above)], out)
+
+        def here(exits: Exits) -> Tensor:
+            clients = slice(exits.low, exits.high)
+            found = at(exits, left[clients])
+            return found if mask is None else found * (mask[clients] > 0)
+
+        return joined(left, self.leaving(number + 1), above, deeper, here)
+
+    def _run(self, number: int, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Run a block; where it ends with a pool, return its winners too."""
+        weight, shift = self.weights[number], self.shifts[number]
+        block = self.ladder.longest.blocks[number]
+        if self._small[number]:
+            k, n, h, w, _ = x.shape
+            y = torch.bmm(x.reshape(k, n, -1), weight).view(k, n, h, w, -1)
+            active = (y + shift[:, None, None, None, :]).relu_().to(self.compute)
+        else:
+            active = self.kernels.convolve(x, weight, shift, channels=block.inputs)
+        return self.kernels.pool(active) if block.pool else (active, None)
+
+    def _back(self, number: int, gradient: Tensor, mask: Tensor | None, out: Tensor | None) -> Tensor:
+        """Take the gradient back through a block's convolution; `mask` is what the ReLU before it gave."""
+        weight = self.weights[number]
+        if not self._small[number]:
+            return self.kernels.convolve(gradient, weight, mask=mask, turned=True, out=out)
+        k, n, h, w, _ = gradient.shape
+        found = torch.bmm(gradient.reshape(k, n, -1), weight.transpose(1, 2)).view(k, n, h, w, -1)
+        found = found if mask is None else found.mul_(mask > 0)
+        return found if out is None else out.copy_(found)
+
+    def _exit(self, exits: Exits, feature: Tensor) -> Exit:
+        return dense_forward(exits.program.dense, *self._layers(exits), self.pooled(exits, feature))
+
+    def _layers(self, exits: Exits) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Return weights and biases of an exit's dense layers."""
+        before = sum(len(other.program.dense) for other in self.ladder.exits if other.low < exits.low)
+        own = slice(before, before + len(exits.program.dense))
+        return self.dense_weights[own], self.dense_biases[own]
 
 
-def turned(weight: Tensor) -> Tensor:
-    """Return the convolution that takes gradients back: taps in reverse order, inputs and outputs exchanged."""
-    return weight.flip(1).transpose(2, 3)
+def _small_blocks(program: Program) -> list[int]:
+    """Return for each block its side where it has so few positions that it is run as a matrix, else 0."""
+    _, height, width = program.shape
+    sides = []
+    for block in program.blocks:
+        sides.append(height if height == width and height * width <= SMALL else 0)
+        height, width = (height // 2, width // 2) if block.pool else (height, width)
+    return sides
+
+
+def as_matrix(weight: Tensor, side: int) -> Tensor:
+    """Return convolutions (K×9×in×out) of images of 1×1 or 2×2 positions as matrices from all positions to all."""
+    clients, _, inputs, outputs = weight.shape
+    places = [(row, column) for row in range(side) for column in range(side)]
+    taps = [3 * (r - row + 1) + (c - column + 1) for r, c in places for row, column in places]
+    pairs = torch.stack([weight[:, tap] for tap in taps], dim=1)
+    grid = pairs.view(clients, side * side, side * side, inputs, outputs)
+    return grid.transpose(2, 3).reshape(clients, side * side * inputs, side * side * outputs)
 
 
 def _refill(old: list[Any], new: list[Any], dtype: torch.dtype) -> list[Any]:
