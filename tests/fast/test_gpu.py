@@ -235,7 +235,7 @@ def play(plan: TrainingPlan, case, threat=THREAT, hyper=HYPER):
     half = samples // 2 + 1
     order = torch.stack([torch.randperm(samples, generator=torch.Generator().manual_seed(k)) for k in range(clients)])
     # Often enough that graphs are captured.
-    plan.run(iter((order[:, :half].to(GPU), order[:, half:].to(GPU)) * 4), range(clients))
+    plan.run(iter((order[:, :half].to(GPU), order[:, half:].to(GPU)) * 6), range(clients))
     tensors, losses, sound = plan.results()
     return [{name: value.cpu() for name, value in own.items()} for own in tensors], losses, sound
 

@@ -13,8 +13,8 @@ from fedprophet.errors import ConfigError
 from fedprophet.fast.rounds import Backend
 from fedprophet.fleet.population import Population
 
-USES_BEFORE = 1
-"""So often work is done as it is: a kernel is compiled when it first runs, which a graph cannot capture."""
+USES_BEFORE = 4
+"""So often work is done as it is: kernels are compiled when they first run, and a graph must be used to pay."""
 ACTIVATIONS_SHARE, RESIDENT_SHARE, PLANS_SHARE = 0.25, 0.25, 0.25
 """Shares of the device's memory for the activations of one group, and for inputs and plans that stay between rounds."""
 
