@@ -202,3 +202,62 @@ def same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
 @pytest.fixture(scope="session")
 def same_tensors() -> Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], bool]:
     return same
+
+
+class FakeGrid:
+    """Flower's connection without Flower: a node is a function from the record it is sent to what it answers.
+
+    That is a record, an `Error`, several of these in a list, or None for a node that does not answer. What is in `held`
+    comes when it is let go.
+    """
+
+    def __init__(self, nodes: Mapping[int, Callable[[Any], Any]]) -> None:
+        self.nodes = dict(nodes)
+        self.sent: list[tuple[int, Any]] = []
+        self.replies: list[Any] = []
+        self.held: list[Any] = []
+        self.holding: set[int] = set()
+        self.most_waiting = 0
+        self._waiting: set[str] = set()
+
+    def get_node_ids(self) -> Iterable[int]:
+        return list(self.nodes)
+
+    def push_messages(self, messages: Iterable[Any]) -> Iterable[str]:
+        from flwr.app import Message
+
+        ids = []
+        for message in messages:
+            ids.append(f"message {len(self.sent)}")
+            message.metadata.__dict__["_message_id"] = ids[-1]
+            node = message.metadata.dst_node_id
+            self.sent.append((node, message.content))
+            self._waiting.add(ids[-1])
+            self.most_waiting = max(self.most_waiting, len(self._waiting))
+            found = self.nodes[node](message.content)
+            answers = found if isinstance(found, list) else [] if found is None else [found]
+            place = self.held if node in self.holding else self.replies
+            place += [Message(answer, reply_to=message) for answer in answers]
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Any]:
+        asked = set(message_ids)
+        found = [reply for reply in self.replies if reply.metadata.reply_to_message_id in asked]
+        self.replies = [reply for reply in self.replies if reply not in found]
+        self._waiting -= {reply.metadata.reply_to_message_id for reply in found}
+        return found
+
+    def let_go(self) -> None:
+        self.replies += self.held
+        self.held = []
+
+
+@pytest.fixture
+def fake_grid(monkeypatch: pytest.MonkeyPatch) -> type[FakeGrid]:
+    """Return what takes the place of Flower's connection; messages can be made in this process."""
+    pytest.importorskip("flwr")
+    from flwr.supercore.task_identity import TaskIdentity
+
+    for name in ("_task_id", "_run_id", "_node_id"):
+        monkeypatch.setattr(TaskIdentity, name, 1)
+    return FakeGrid

@@ -1,5 +1,7 @@
 """What is made of the samples: medians, speed-ups, shares, projections."""
 
+from dataclasses import replace
+
 import pytest
 
 from fedprophet.bench import report
@@ -88,6 +90,31 @@ def test_means_are_over_the_stages(found):
     assert means["jfat", "cuda", TRAINING] == 2.0
 
 
+def test_of_two_plain_loops_the_faster_one_counts(settings):
+    sides = [
+        measured(Case("jfat"), "plain", [8.0, 9.0], [1.0, 1.0], [6.0, 6.0]),
+        measured(Case("jfat"), "plain-1", [6.0, 6.0], [2.0, 2.0], [6.5, 6.5]),
+        measured(Case("jfat"), "workers", [2.0, 3.0], [0.5, 0.5], [3.0, 3.0]),
+    ]
+    found = report.document(replace(settings, engines=("plain", "plain-1", "workers")), ABOUT, PRODUCT, sides)
+    speedups = {(r["engine"], r["part"]): r["speedup"] for r in found["measurements"]}
+    # Training: 6 s with one thread, so 3 and 2 times in the two rounds. Evaluation: 6 s with all threads.
+    assert speedups["workers", TRAINING] == 2.5
+    assert speedups["workers", WARMUP] == 2.0
+    assert speedups["workers", EVALUATION] == 2.0
+    assert speedups["plain", TRAINING] == pytest.approx((6 / 8 + 6 / 9) / 2)
+    assert speedups["plain-1", TRAINING] is None
+    assert speedups["plain-1", WARMUP] == 0.5
+    assert speedups["plain", EVALUATION] is None
+    means = {(m["engine"], m["part"]): m["speedup"] for m in found["mean_round"]}
+    # The ratio of the medians, 6 and 2.5.
+    assert means["workers", TRAINING] == pytest.approx(2.4)
+    assert means["plain-1", TRAINING] is None
+    page = report.markdown("Rounds", [], report.tables(found), report.notes(found))
+    assert "| jfat | workers | 2.50 (2.40×) | 0.500 (2.00×) | 3.00 (2.00×) |" in page
+    assert "one as plain-1: of both the faster one counts" in page
+
+
 def test_a_run_is_projected_from_its_rounds(found):
     projected = {(p["method"], p["engine"]): p for p in found["projection"]}
     # Two rounds of warm-up, eight attacked, four evaluations, ten times a quarter of a second of the server's.
@@ -120,6 +147,9 @@ def test_the_page_for_people(found):
     assert "matrix product of 2048×2048 in float32: 200 GFLOP/s" in page
     assert "| jfat | cuda | 2.00 | 1.00–9.00 | 0.500 | 0.2 % | 1.0 MB | 4.00× |" in page
     assert "| stage 2 | cuda | 3.00 | one round | 0.333 | 0.2 % | 1.0 MB | – |" in page
+    assert "plain-1" not in page
+    assert "| fedprophet | cuda | 2.00 | 1.00 | 3.00 |" in page
+    assert "| jfat | cuda | 2.00 (4.00×) | 1.00 (4.00×) | 2.00 (3.00×) |" in page
     assert "| fedprophet | cuda | 2 × 10 | 0:00:36 | 0:00:24 | 0:00:05 | 0:01:05 |" in page
 
 

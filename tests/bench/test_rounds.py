@@ -189,6 +189,22 @@ def test_there_is_a_worker_for_each_core_unless_one_says_otherwise(settings, mon
     assert replace(small, overrides=("threads=3",)).measured("jfat", "workers").threads == 3
 
 
+def test_the_plain_loop_is_measured_with_one_thread_as_well(monkeypatch):
+    small = rounds.Settings("cifar10-balanced-small")
+    one = small.measured("jfat", "plain-1")
+    assert (one.engine, one.threads) == ("plain", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert rounds.plain_sides(()) == ("plain", "plain-1")
+    # Not where somebody has said how many, where there is but one, or where a GPU does the work.
+    assert rounds.plain_sides(("train.batch=3", "threads = 2")) == ("plain",)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert rounds.plain_sides(()) == ("plain",)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert rounds.plain_sides(()) == ("plain",)
+
+
 def test_the_memory_of_workers_counts(session, clock, monkeypatch):
     asked = []
     monkeypatch.setattr("fedprophet.bench.machine.forget_peak", asked.append)

@@ -424,6 +424,33 @@ def test_a_copied_chain_has_tensors_of_its_own():
         assert not torch.equal(other.run(x), before)
 
 
+def test_tensors_are_those_that_the_model_has_now():
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 2))
+    chain = chain_of(model)
+    before = dict(chain.tensors)
+    assert {name: id(tensor) for name, tensor in chain.tensors.items()} == {n: id(t) for n, t in before.items()}
+    model[0].weight = nn.Parameter(torch.ones(2, 1, 3, 3))
+    model[1].running_mean = torch.full((2,), 7.0)
+    model.to(torch.float64)
+    assert {name: id(tensor) for name, tensor in chain.tensors.items()} == {
+        name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()
+    }
+    assert chain.tensors["1.running_mean"].tolist() == [7.0, 7.0]
+    other = copy.deepcopy(chain)
+    assert other.tensors["0.weight"] is other.model[0].weight
+    assert other.tensors["0.weight"] is not model[0].weight
+
+
+def test_tensors_of_a_model_with_a_state_dict_of_its_own():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 2))
+    model.register_state_dict_post_hook(lambda module, state, prefix, data: state.update(total=module[1].weight.sum()))
+    chain = chain_of(model)
+    first = chain.tensors["total"].item()
+    with torch.no_grad():
+        model[1].weight += 1
+    assert chain.tensors["total"].item() == pytest.approx(first + 8)
+
+
 def test_layers_of_torch_that_give_several_tensors_are_not_cut_behind():
     class Recurrent(nn.Module):
         def __init__(self):

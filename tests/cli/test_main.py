@@ -133,7 +133,7 @@ LATENCY = ("latency", "vgg16", "--performance", "1.3e12", "--bandwidth", "1.5e9"
         ([*LATENCY, "--memory", "-60MB"], "error: --memory: '-60MB' is not a size. Allowed: 60MB, "),
         (["latency", "vgg16", "--memory", "60MB", "--performance", "1e12"], "Missing option '--bandwidth'"),
         (["train", "nowhere.toml"], "error: cannot read the config file nowhere.toml: No such file or directory"),
-        (["train", "--budget", "0"], "No such option: --budget"),
+        (["train", "--budget", "0"], "No such option"),  # what follows is worded by the version of click or typer
         (["trian"], "No such command 'trian'. Did you mean 'train'?"),
         (["partition", "vgg16", "--budget", "0"], "error: '0' is not a memory budget. Allowed: a size (60MB, "),
         (["evaluate"], "Missing argument"),

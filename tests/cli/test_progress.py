@@ -229,3 +229,31 @@ def test_duration(seconds, text):
 
 def test_percent():
     assert (percent(0.1234), percent(None)) == ("12.3 %", "–")
+
+
+def test_answers_that_did_not_come_are_told(session):
+    console = Console(file=io.StringIO(), width=40)
+    observer = PlainLines(console)
+    record = {
+        **SECOND,
+        "missing": {"train": [3], "evaluate": list(range(10))},
+        "faults": {"3": "it hung"},
+        "too_few": {"usable": 1, "minimum": 2},
+        "postponed": {"module": 1, "reason": "nobody measured", "tries": 1},
+        "best_round": None,
+    }
+    unjudged = {**THIRD, "fixed": {"module": 2, "round": 7, "clean": None, "adversarial": None}}
+    with observer:
+        observer.started(session, PATH, 0)
+        observer.round_done(record, 2.0)
+        observer.round_done(unjudged, 2.0)
+    lines = console.file.getvalue().splitlines()
+    assert [line for line in lines if line.startswith("round 2: ")] == [
+        "round 2: no answer from client 3 (training)",
+        "round 2: no answer from clients 0, 1, 2, 3, 4, 5, 6, 7 and 2 more (evaluating)",
+        "round 2: client 3 failed: it hung",
+        "round 2: 1 usable updates, fewer than flower.minimum = 2: nothing was averaged",
+        "round 2: nobody measured module 1: it is trained for another round",
+        "round 2: nobody has evaluated any round: the model of the last one is kept",
+    ]
+    assert lines[-1] == "module 2 fixed as it was in round 7: nobody evaluated it"

@@ -82,7 +82,7 @@ class FourChannels:
         return replace(initial, model=model, round=round)
 
     def joined(self, tasks: Sequence[ClientTask], weights: Sequence[float], sent: Sequence[Mapping[str, Any]]) -> Any:
-        """Return the model after clients of these weights sent these numbers."""
+        """Return the model after clients of these weights sent these numbers, and the rest as they were given it."""
         updates = [
             ClientUpdate("train", task.round, task.client, q, {"loss": 1.0}, parameters=_like(task.parameters, numbers))
             for task, q, numbers in zip(tasks, weights, sent, strict=True)
@@ -95,18 +95,17 @@ class FourChannels:
 
 
 def _like(parameters: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    return {
-        name: torch.tensor(values, dtype=torch.float32).view_as(parameters[name]) for name, values in numbers.items()
-    }
+    sent = {name: torch.tensor(values, dtype=torch.float32) for name, values in numbers.items()}
+    return {**parameters, **{name: values.view_as(parameters[name]) for name, values in sent.items()}}
 
 
 @pytest.fixture(scope="session")
-def four_channels(tiny) -> Callable[[str], FourChannels]:
+def four_channels(tiny) -> Callable[..., FourChannels]:
     """Return a function that makes a method for a model of four channels."""
 
-    def make(method: str) -> FourChannels:
+    def make(method: str, changes: Mapping[str, Any] | None = None) -> FourChannels:
         images, labels = torch.rand(8, 1, 1, 1), torch.arange(8) % 2
-        settings = {"method": method, "population.clients": 2, "shards.kind": "iid"}
+        settings = {"method": method, "population.clients": 2, "shards.kind": "iid", **(changes or {})}
         model = nn.Sequential(nn.Conv2d(1, 4, 1), nn.Flatten(), nn.Linear(4, 2))
         session = assemble(tiny(settings), model=model, dataset=from_tensors(images, labels, images, labels))
         return FourChannels(session.method)

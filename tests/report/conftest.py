@@ -25,7 +25,10 @@ def cell(accuracy: float, samples: int = 100) -> dict[str, Any]:
 
 @pytest.fixture
 def write_run(tmp_path: Path) -> Callable[..., Path]:
-    """Return a function that writes a run's folder; `finished=False` leaves its closing summary out."""
+    """Return a function that writes a run's folder; `finished=False` leaves its closing summary out.
+
+    `notes` are what the first rounds of its journal have beside their times.
+    """
 
     def write(
         name: str,
@@ -37,6 +40,7 @@ def write_run(tmp_path: Path) -> Callable[..., Path]:
         autoattack: float | None = None,
         results: Mapping[str, Any] | None = None,
         evaluation: Mapping[str, Any] | None = None,
+        notes: Sequence[Mapping[str, Any]] = (),
         finished: bool = True,
     ) -> Path:
         path = tmp_path / name
@@ -47,7 +51,8 @@ def write_run(tmp_path: Path) -> Callable[..., Path]:
             {str(number): dict(zip(KEYS, client, strict=False)) for number, client in enumerate(clients)}
             for clients in rounds
         ]
-        records = [{"round": number, "times": clients} for number, clients in enumerate(times, start=1)]
+        more = [*notes, *[{}] * (len(times) - len(notes))]
+        records = [{"round": n, "times": times[n - 1], **more[n - 1]} for n in range(1, len(times) + 1)]
         (path / "journal.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
         attack = f"pgd{config.evaluate.steps}"
         summary = {

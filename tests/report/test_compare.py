@@ -84,6 +84,54 @@ def test_two_rows_without_a_majority_both_say_it(write_run):
     assert labels(only(compare(paths))) == ["jFAT (train.batch=8)", "jFAT (train.batch=16)"]
 
 
+def test_runs_on_different_engines_share_a_row_and_a_note_names_them(write_run):
+    paths = [
+        write_run("a", "jfat", "engine=plain"),
+        write_run("b", "jfat", "seed=1", "engine=flower-sim", "flower.deadline=5", "flower.cache=1GB", "flower.cpus=2"),
+        write_run("c", "jfat", "seed=2", "engine=cuda", "precision=float32"),
+        write_run("d", "heterofl", "engine=plain"),
+        write_run("e", "jfat", "seed=3", "engine=auto"),
+    ]
+    setting = only(compare(paths))
+    assert labels(setting) == ["jFAT", "HeteroFL-AT"]
+    assert setting.rows[0].seeds == (0, 1, 2, 3)
+    assert said(setting, "different engines") == (
+        "Runs were carried out by different engines: engine flower-sim for jFAT seed 1; engine cuda, float32 for jFAT "
+        "seed 2; engine auto, bfloat16 on a GPU for jFAT seed 3; engine plain for the others."
+    )
+    assert not any("by different engines" in note for note in setting_notes(only(compare(paths[:1] + paths[3:4]))))
+
+
+def test_what_may_change_a_result_on_flower_makes_a_row_of_its_own(write_run):
+    paths = [
+        write_run("a"),
+        write_run("b", "jfat", "flower.updates=bfloat16"),
+        write_run("c", "jfat", "aggregate.rule=clip"),
+    ]
+    assert labels(only(compare(paths))) == [
+        "jFAT",
+        'jFAT (flower.updates="bfloat16")',
+        'jFAT (aggregate.rule="clip")',
+    ]
+
+
+def test_of_the_same_run_on_two_engines_the_one_that_counted_bytes_stays(write_run, tmp_path):
+    wire = [{"wire": {"sent": 1, "received": 2, "jfat": 3}}]
+    paths = [write_run("a", "jfat", "engine=plain"), write_run("b", "jfat", "engine=flower-sim", notes=wire)]
+    comparison = compare(paths)
+    assert [run.path.name for run in only(comparison).runs] == ["b"]
+    assert comparison.notes == (
+        f"{tmp_path / 'a'} has the settings and the seed of {tmp_path / 'b'} (engine plain, there engine flower-sim): "
+        "it is left out",
+    )
+
+
+def test_faults_are_named(write_run):
+    setting = only(compare([write_run("a", notes=[{"missing": {"train": [1, 2]}}]), write_run("b", "heterofl")]))
+    assert said(setting, "missing or could not be used: 2 times in jFAT; the journals say why.")
+    assert not any("could not be used" in note for note in setting_notes(only(compare([write_run("c")]))))
+
+
 def test_keys_in_which_methods_differ_are_named(write_run):
     setting = only(compare([write_run("a", "jfat", "rounds=84"), write_run("b", "fedprophet", "rounds=21")]))
     assert labels(setting) == ["jFAT", "FedProphet"]

@@ -48,6 +48,30 @@ def test_a_journal_without_times_or_rounds_gives_none(write_run):
     assert short.notes == ("time and memory are not known: its journal has 1 of its 2 rounds",)
 
 
+WIRED = [
+    {"wire": {"sent": 1000, "received": 200, "jfat": 9000}, "faults": {"4": "it hung"}, "missing": {"train": [4]}},
+    {"wire": {"sent": 500, "received": 300, "jfat": 1000}, "missing": {"report": [1], "evaluate": [1, 2]}},
+]
+
+
+def test_bytes_on_the_wire_are_added_up_and_faults_counted(write_run):
+    """In the first round client 4 failed, once, whoever says so; in the second clients 1 and 2."""
+    run = read_run(write_run("a", notes=WIRED))
+    assert (run.wire.sent, run.wire.received, run.wire.jfat, run.wire.total) == (1500, 500, 10000, 2000)
+    assert run.faults == 3
+    half = read_run(write_run("b", notes=WIRED[:1]))
+    assert (half.wire.sent, half.faults) == (1000, 1)
+    dropped = read_run(write_run("c", notes=[{"dropped": {"3": "its loss is nan"}, "missing": {"train": [5]}}]))
+    assert (dropped.wire, dropped.faults) == (None, 2)
+    assert (read_run(write_run("d")).wire, read_run(write_run("e")).faults) == (None, 0)
+
+
+@pytest.mark.parametrize("wire", [{"sent": 1, "received": 2}, {"sent": -1, "received": 2, "jfat": 3}, 5])
+def test_a_damaged_account_is_named(write_run, wire):
+    with pytest.raises(CheckpointError, match=r"round 1 of the journal .* is damaged"):
+        read_run(write_run("a", notes=[{"wire": wire}]))
+
+
 def test_accuracies_of_the_summary_and_of_later_evaluations(write_run):
     later = {"clean": {"accuracy": 0.1, "samples": 7}, "autoattack": {"accuracy": 0.4, "samples": 7}}
     evaluation = {

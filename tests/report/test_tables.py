@@ -7,6 +7,7 @@ import json
 import pytest
 
 from fedprophet.report.compare import Row, Speedup, Statistic, compare
+from fedprophet.report.notes import reading
 from fedprophet.report.tables import (
     Unit,
     csv_text,
@@ -97,6 +98,47 @@ def test_the_tables_by_hand(comparison):
         ("FedProphet", "2", "1.00 MB", "7.00 MB", "12.0 s", "8.0 s", "4.0 s", "2.5×", "3.0 s"),
     )
     assert rounds.rows == (("jFAT", "1", "70.0 ± 0.0", "40.0 ± 0.0", "2", "60.0 ± 0.0", "30.0 ± 0.0"),)
+
+
+def test_bytes_on_the_wire_by_hand(write_run):
+    """jFAT's own run on Flower, and one of half the bytes over two seeds, in one of which a client failed."""
+
+    def wire(sent, received, jfat):
+        return {"wire": {"sent": sent, "received": received, "jfat": jfat}}
+
+    paths = [
+        write_run("a", "jfat", notes=[wire(6_000_000, 5_000_000, 10_000_000), wire(6_000_000, 5_000_000, 10_000_000)]),
+        write_run("b", "fedprophet", notes=[wire(2_000_000, 1_000_000, 20_000_000), {"missing": {"train": [1]}}]),
+        write_run("c", "fedprophet", "seed=1", notes=[wire(4_000_000, 3_000_000, 20_000_000)]),
+        write_run("d", "heterofl"),
+    ]
+    comparison = compare(paths)
+    (table,) = [table for table in text_tables(comparison.settings[0]) if "wire" in table.title]
+    assert table.rows == (
+        ("jFAT", "12.0 MB", "10.0 MB", "22.0 MB", "20.0 MB", "110.0 %", "0"),
+        ("FedProphet", "3.00 MB", "2.00 MB", "5.00 MB", "20.0 MB", "25.0 %", "1"),
+    )
+    assert any("as the server counted them" in line for line in reading(comparison))
+    lines = {line["row"]: line for line in csv.DictReader(io.StringIO(csv_text(comparison)))}
+    assert [lines["FedProphet"][f"wire_{part}_mb"] for part in ("sent", "received", "total", "jfat")] == [
+        "3.000000",
+        "2.000000",
+        "5.000000",
+        "20.000000",
+    ]
+    assert (lines["FedProphet"]["faults"], lines["HeteroFL-AT"]["wire_total_mb"]) == ("1", "")
+    rows = {row["label"]: row for row in document(comparison)["settings"][0]["rows"]}
+    assert rows["FedProphet"]["wire_bytes"]["total"]["mean"] == 5_000_000
+    assert [run["wire_bytes"]["total"] for run in rows["FedProphet"]["runs"]] == [3_000_000, 7_000_000]
+    assert rows["HeteroFL-AT"]["wire_bytes"] == dict.fromkeys(("sent", "received", "total", "jfat"))
+    assert rows["HeteroFL-AT"]["runs"][0]["wire_bytes"] is None
+    assert (rows["FedProphet"]["faults"], rows["FedProphet"]["runs"][0]["faults"]) == (1, 1)
+
+
+def test_without_flower_there_is_no_table_of_bytes(write_run):
+    comparison = compare([write_run("a")])
+    assert not any("wire" in table.title for table in text_tables(comparison.settings[0]))
+    assert not any("Wire" in line for line in reading(comparison))
 
 
 def test_without_baselines_there_is_no_table_of_rounds(write_run):

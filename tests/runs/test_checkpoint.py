@@ -637,3 +637,16 @@ def test_tensor_files_with_metadata_are_valid_and_always_the_same(tmp_path: Path
     assert tensors_to_bytes(tensors, dict(reversed(metadata.items()))) == path.read_bytes()
     assert {int.from_bytes(tensors_to_bytes(tensors, {"k": "x" * n})[:8], "little") % 8 for n in range(8)} == {0}
     assert list(json.loads(path.read_bytes()[8:].split(b"}}", 1)[0] + b"}}")["__metadata__"]) == sorted(metadata)
+
+
+def test_a_checkpoint_from_before_a_key_existed_has_its_default(two: Checkpoints, folder: Path) -> None:
+    def older(document: dict[str, Any]) -> None:
+        document["config"].pop("aggregate")
+        document["config"]["train"].pop("decay")
+
+    rewrite(folder / "round-000002" / "state.json", older)
+    _, number, _ = two.load(State)
+    assert number == 2
+    changed = parse_config({"aggregate": {"rule": "median"}})
+    with pytest.raises(CheckpointError, match=r'aggregate\.rule: here "median", there "mean"'):
+        Checkpoints(folder, changed).load(State)

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from fedprophet.errors import ConfigError
 from fedprophet.methods import METHODS
 from fedprophet.runs.config import (
+    MACHINE_KEYS,
     PRESETS,
     Config,
     TrainSection,
@@ -119,6 +120,41 @@ def test_a_public_set_of_less_than_a_sample() -> None:
         parse_config({"distillation": {"public": "0.2%"}}).public_samples(360)
 
 
+def test_settings_of_real_devices() -> None:
+    flower, aggregate = Config().flower, Config().aggregate
+    assert (flower.deadline, flower.minimum, flower.updates, flower.cache, flower.cpus) == (600, 1, "float32", "2GB", 1)
+    assert (aggregate.rule, aggregate.clip, aggregate.trim) == ("mean", 0, 0.2)
+    assert load_config(None, ["flower.cache=512MiB", "engine=flower-sim"]).flower.cache == "512MiB"
+
+
+def test_what_may_change_when_a_run_goes_on() -> None:
+    assert {key for key in keys() if key in MACHINE_KEYS} == MACHINE_KEYS
+    assert {key for key in MACHINE_KEYS if key.startswith("flower.")} == {
+        "flower.deadline",
+        "flower.cache",
+        "flower.cpus",
+    }
+
+
+@pytest.mark.parametrize(
+    ("trim", "senders", "cut"),
+    [
+        (0.2, 5, 1),
+        (0.2, 10, 2),
+        (0.2, 11, 3),  # rounded up
+        (0.2, 3, 1),
+        (0.2, 2, 0),  # never all
+        (0.4, 4, 1),
+        (0.49, 100, 49),
+        (0.07, 100, 7),  # of the number as it is written: 0.07 · 100 is more than 7 in floating point
+        (0.0, 99, 0),
+        (0.2, 0, 0),
+    ],
+)
+def test_how_many_are_trimmed(trim: float, senders: int, cut: int) -> None:
+    assert parse_config({"aggregate": {"trim": trim}}).aggregate.trimmed(senders) == cut
+
+
 # Overrides -----------------------------------------------------------------------------------------------------------
 
 
@@ -218,6 +254,16 @@ def test_an_override_that_is_not_text_is_refused() -> None:
         ("distillation.family=vgg16", '"vgg16"', "a list of names"),
         ("distillation.family=[3]", "[3]", "a list of names"),
         ("propagation.temperature=0", "0", "a number above 0"),
+        ("flower.deadline=0", "0", "a number above 0"),
+        ("flower.minimum=0", "0", "a whole number of at least 1"),
+        ("flower.updates=float16", '"float16"', '"float32", "bfloat16"'),
+        ("flower.cache=big", '"big"', 'a size such as "2GB"'),
+        ("flower.cache=25%", '"25%"', 'a size such as "2GB"'),
+        ("flower.cache=0", "0", 'a size such as "2GB"'),
+        ("flower.cpus=0", "0", "a whole number of at least 1"),
+        ("aggregate.rule=krum", '"krum"', '"mean", "clip", "trimmed-mean", "median"'),
+        ("aggregate.clip=-1", "-1", "a number of at least 0"),
+        ("aggregate.trim=0.5", "0.5", "a number of at least 0 and below 0.5"),
         ("seed=-1", "-1", "at least 0"),
         ("train.batch.size=3", "{size = 3}", "a whole number of at least 1"),
     ],
@@ -247,6 +293,8 @@ def test_a_wrong_choice_shows_the_nearest() -> None:
         ("sead=3", "sead", "seed"),
         ("trian.batch=3", "trian", "train"),
         ("learning_rate=3", "learning_rate", "train.learning_rate"),
+        ("deadline=3", "deadline", "flower.deadline"),
+        ("aggregate.trimm=3", "aggregate.trimm", "trim"),
     ],
 )
 def test_an_unknown_key_shows_the_nearest(override: str, key: str, nearest: str) -> None:
@@ -287,6 +335,8 @@ def test_all_errors_are_listed_one_a_line(tmp_path: Path) -> None:
         (["rounds=9", "train.warmup=9"], "train.warmup: given 9", "rounds = 9"),
         (["rounds=9", "train.warmup=4", "convergence.gate=5"], "convergence.gate: given 5", "train.warmup = 5"),
         (["perturbation.floor=0.6"], "perturbation.floor: given 0.6", "perturbation.start = 0.5"),
+        (["population.cohort=4", "flower.minimum=5"], "flower.minimum: given 5", "population.cohort = 4"),
+        (["aggregate.rule=trimmed-mean", "aggregate.trim=0"], "aggregate.trim: given 0.0", "above 0"),
     ],
 )
 def test_keys_that_exclude_each_other(overrides: list[str], key: str, limit: str) -> None:
@@ -298,6 +348,7 @@ def test_keys_that_exclude_each_other(overrides: list[str], key: str, limit: str
 
 def test_limits_themselves_are_allowed() -> None:
     sets = ["population.cohort=20", "evaluate.clients=20", "rounds=9", "train.warmup=4", "convergence.gate=4"]
+    sets += ["flower.minimum=20", "aggregate.rule=trimmed-mean"]
     assert load_config(None, [*sets, "perturbation.floor=0.3"]).gate_rounds == 4
 
 

@@ -1,9 +1,11 @@
 """Simulated time against hand-computed numbers, the names of attacks, and which samples an evaluation asks about."""
 
+import math
 import sys
 from dataclasses import replace
 
 import pytest
+import torch
 
 from fedprophet.client.task import SERVER, ClientTask, ClientUpdate
 from fedprophet.errors import ConfigError
@@ -11,13 +13,18 @@ from fedprophet.fleet.latency import batch_sizes, client_seconds, workload_of
 from fedprophet.fleet.network import draw_link, payload_bytes
 from fedprophet.runs.results import (
     Evaluator,
+    Watched,
     attack_label,
+    average_local,
     evaluate,
     exported_model,
+    fault_count,
+    faulty_clients,
     in_order,
     parse_attacks,
     simulated_seconds,
     training_memory,
+    wire_bytes,
 )
 from fedprophet.runs.session import assemble
 from fedprophet.server.coordinator import hold
@@ -98,6 +105,101 @@ def test_updates_come_in_the_order_of_the_tasks_also_where_a_client_has_several(
     tasks = [ClientTask("evaluate", 1, client, 0, number=number) for client in (SERVER, 4) for number in range(3)]
     found = [(update.client, update.number) for update in in_order(tasks, Backwards())]
     assert found == [(task.client, task.number) for task in tasks]
+
+
+def test_answers_that_are_missing_doubled_or_of_strangers_do_not_disturb_the_order() -> None:
+    class Disturbed:
+        def map(self, tasks):
+            for client, weight in ((3, 1.0), (1, 1.0), (9, 1.0), (1, 2.0), (4, 1.0), (3, 2.0)):
+                yield ClientUpdate("evaluate", 1, client, weight)
+
+    tasks = [ClientTask("evaluate", 1, client, 0) for client in (1, 4, 2, 3)]
+    found = [(update.client, update.weight) for update in in_order(tasks, Disturbed())]
+    assert found == [(1, 1.0), (4, 1.0), (3, 1.0)]
+
+
+def test_bytes_and_faults_by_hand() -> None:
+    records = [
+        {"wire": {"sent": 10, "received": 4, "jfat": 90}, "dropped": {"2": "a"}, "faults": {"2": "b", "7": "c"}},
+        {"dropped": {}},
+        {"wire": {"sent": 5, "received": 1, "jfat": 10}, "missing": {"report": [7], "train": [7, 8]}},
+    ]
+    assert wire_bytes(records) == {"sent": 15, "received": 5, "jfat": 100}
+    assert wire_bytes(records[1:2]) is None
+    assert faulty_clients(records[0]) == {"2": ["a", "b"], "7": ["c"]}
+    assert faulty_clients(records[2]) == {"7": ["no answer (report)", "no answer (train)"], "8": ["no answer (train)"]}
+    assert fault_count(records) == 4
+
+
+def test_a_watched_engine_keeps_the_accounts_of_the_one_it_watches() -> None:
+    class Counting(Backwards):
+        def account(self):
+            return {"wire": {"sent": 3}}
+
+    assert Watched(Counting(), None).account() == {"wire": {"sent": 3}}
+    assert Watched(Backwards(), None).account() == {}
+
+
+class Tampered:
+    """An engine of which one client's own layers are spoilt when it is asked for them."""
+
+    def __init__(self, engine, client, spoil):
+        self.engine, self.client, self.spoil = engine, client, spoil
+
+    def map(self, tasks):
+        for update in self.engine.map(tasks):
+            hit = update.client == self.client and update.local
+            yield replace(update, local=self.spoil(update.local)) if hit else update
+
+
+@pytest.fixture(scope="module")
+def trained(tiny, play_in_memory):
+    """A run after whose round every client has norm layers of its own."""
+    return play_in_memory(tiny({"method": "jfat", "population.cohort": 6}), rounds=1)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda local: {name: value * math.nan for name, value in local.items()},
+        lambda local: {name: torch.ones(3) for name in local},
+        lambda local: {**local, "foreign": torch.ones(3)},
+    ],
+)
+def test_layers_that_cannot_be_averaged_do_not_enter_the_exported_model(trained, same_tensors, spoil) -> None:
+    session, state = trained.session, trained.states[-1]
+    found = average_local(session, state, Tampered(session.engine, 2, spoil))
+    assert same_tensors(found, average_local(session, state, Tampered(session.engine, 2, lambda local: {})))
+    assert not same_tensors(found, average_local(session, state, session.engine))
+
+
+def test_norm_layers_of_the_exported_model_follow_the_rule_too(trained) -> None:
+    """One client claims a thousandfold; the median of six is between what honest ones have."""
+    session, state = trained.session, trained.states[-1]
+    engine = Tampered(session.engine, 2, lambda local: {name: 1000 * value for name, value in local.items()})
+    settings = session.config.aggregate.model_copy(update={"rule": "median"})
+    robust = replace(
+        session, world=replace(session.world, config=session.config.model_copy(update={"aggregate": settings}))
+    )
+    name = next(name for name in session.initial_local if name.endswith("running_var"))
+    honest = torch.stack([own[name] for client, own in trained.layers[-1].items() if client != 2])
+    found = average_local(robust, state, engine)[name]
+    assert bool((found <= honest.amax(dim=0)).all())
+    assert bool((average_local(session, state, engine)[name] > 10 * honest.amax(dim=0)).any())
+
+
+def test_evaluations_that_cannot_be_are_left_out_of_the_closing_numbers(untrained) -> None:
+    class Wrong:
+        def map(self, tasks):
+            for update in untrained.engine.map(tasks):
+                metrics = {"samples": math.nan, "clean": math.nan} if update.client == 3 else update.metrics
+                yield replace(update, metrics=metrics)
+
+    cell = evaluate(untrained, untrained.method.initial(), ("clean",), Wrong())["personalised"]["clean"]
+    everybody = evaluate(untrained, untrained.method.initial(), ("clean",), untrained.engine)["personalised"]["clean"]
+    left_out = len(untrained.population.client_data(3).validation)
+    assert cell["samples"] == everybody["samples"] - left_out
+    assert 0 <= cell["accuracy"] <= 1
 
 
 @pytest.fixture(scope="module")

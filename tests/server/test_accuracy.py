@@ -5,7 +5,7 @@ import math
 import pytest
 
 from fedprophet.client.task import ClientUpdate
-from fedprophet.server.accuracy import personalised, personalised_estimate, pooled_estimate, wilson
+from fedprophet.server.accuracy import evaluation_fault, personalised, personalised_estimate, pooled_estimate, wilson
 
 
 def _counts(client: int, weight: float, samples: float, clean: float, adversarial: float) -> ClientUpdate:
@@ -78,3 +78,27 @@ def test_an_estimate_has_the_value_of_the_accuracy_and_leaves_out_the_same_clien
         found = personalised_estimate(updates, metric)
         assert (found.accuracy, found.samples) == (getattr(accuracy, metric), 10)
     assert personalised_estimate(updates[2:], "clean").samples == 0
+
+
+@pytest.mark.parametrize(
+    ("update", "reason"),
+    [
+        (_counts(0, 3.0, 4, 4, 0), None),
+        (_counts(0, 0.0, 0, 0, 0), None),
+        (_counts(0, 3.0, math.nan, 1, 1), "it evaluated nan samples"),
+        (_counts(0, 3.0, math.inf, 1, 1), "it evaluated inf samples"),
+        (_counts(0, 3.0, -4, 0, 0), "it evaluated -4 samples"),
+        (_counts(0, math.nan, 4, 1, 1), "its weight is nan"),
+        (_counts(0, -1.0, 4, 1, 1), "its weight is -1.0"),
+        (_counts(0, 3.0, 4, math.nan, 1), "its evaluation has nan of 4 samples right (clean)"),
+        (_counts(0, 3.0, 4, 4, 5), "its evaluation has 5 of 4 samples right (adversarial)"),
+        (_counts(0, 3.0, 4, -1, 1), "its evaluation has -1 of 4 samples right (clean)"),
+        (ClientUpdate("evaluate", 1, 0, 3.0, {"clean": 2.0}), "its evaluation has no number of samples"),
+    ],
+)
+def test_an_evaluation_that_cannot_be_is_named_and_does_not_count(update: ClientUpdate, reason: str | None) -> None:
+    assert evaluation_fault(update) == reason
+    if reason:
+        good = _counts(1, 2.0, 4, 3, 1)
+        assert personalised([update, good]) == personalised([good])
+        assert personalised_estimate([update, good], "clean") == personalised_estimate([good], "clean")

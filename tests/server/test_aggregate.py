@@ -79,6 +79,11 @@ TASK = ClientTask("train", 1, 1, 0, parameters={"w": torch.zeros(2)})
         (_update(w=torch.ones(3)), "w has shape (3,) instead of (2,)"),
         (_update(v=torch.ones(2)), "it sent parameters that were not asked for: ['v']"),
         (_update(weight=0.0, w=torch.ones(2)), "its weight is 0.0"),
+        (_update(weight=float("inf"), w=torch.ones(2)), "its weight is inf"),
+        (replace(_update(w=torch.ones(2)), metrics={}), "it has no loss"),
+        (_update(), "it lacks parameters that were asked for: ['w']"),
+        (_update(w=torch.ones(2, dtype=torch.int64)), "w has type torch.int64 instead of torch.float32"),
+        (_update(w=torch.ones(2, dtype=torch.bfloat16)), None),
         (_update(w=torch.ones(2)), None),
     ],
 )
@@ -103,6 +108,26 @@ def test_sift_keeps_client_order() -> None:
     usable, dropped = sift(tasks, answers)
     assert [update.client for update in usable] == [2, 8]
     assert dropped == {5: "w is not finite"}
+
+
+def test_an_update_of_somebody_who_was_not_asked_is_named() -> None:
+    usable, dropped = sift([TASK], [_update(4, w=torch.ones(2)), _update(1, w=torch.ones(2))])
+    assert [update.client for update in usable] == [1]
+    assert dropped == {4: "it was not asked"}
+    assert sift([], [_update(1)]) == ([], {1: "it was not asked"})
+    assert sift([TASK], []) == ([], {})
+
+
+def test_layers_of_its_own_that_a_client_owes_are_checked() -> None:
+    update = _update(w=torch.ones(2))
+    asked = {"bn.mean": torch.Size([2])}
+    assert fault(TASK, update, asked) == "it lacks layers of its own that were asked for: ['bn.mean']"
+    wrong = replace(update, local={"bn.mean": torch.ones(3)})
+    assert fault(TASK, wrong, asked) == "bn.mean has shape (3,) instead of (2,)"
+    right = replace(update, local={"bn.mean": torch.ones(2), "more": torch.ones(1)})
+    assert fault(TASK, right, asked) is None
+    usable, dropped = sift([TASK], [wrong], lambda task: asked if task is TASK else {})
+    assert (usable, list(dropped)) == ([], [1])
 
 
 def test_mean_metric_is_weighted() -> None:

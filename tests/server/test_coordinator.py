@@ -40,9 +40,48 @@ def test_answers_arrive_by_client_and_then_by_number_whatever_the_engine_does() 
         assert engine.asked == [names, [(5, 0)]]
 
 
-def test_those_who_do_not_answer_are_simply_missing() -> None:
-    _, record = hold(_conversation([[(1, 0), (2, 0), (3, 0)]]), Listed([(3, 0), (1, 0)]))
-    assert record == {"heard": [[(1, 0), (3, 0)]]}
+def test_those_who_do_not_answer_are_named_by_what_they_were_asked() -> None:
+    engine = Listed([(3, 0), (1, 0)])
+    _, record = hold(_conversation([[(1, 0), (2, 0), (3, 0)], [(3, 0)], [(5, 0), (4, 0), (4, 1)]]), engine)
+    assert record == {"heard": [[(1, 0), (3, 0)], [(3, 0)], []], "missing": {"report": [2, 4, 5]}}
+
+
+def test_a_method_never_hears_an_answer_that_it_did_not_ask_for() -> None:
+    """An answer of a stranger, a second one, one of another kind and one of an earlier round are left out and named."""
+
+    class Confused:
+        def map(self, tasks: Iterable[ClientTask]) -> Iterator[ClientUpdate]:
+            list(tasks)
+            yield ClientUpdate("report", 1, 1, weight=1.0)
+            yield ClientUpdate("report", 1, 9, weight=1.0)
+            yield ClientUpdate("report", 1, 1, weight=2.0)
+            yield ClientUpdate("train", 1, 2, weight=1.0)
+            yield ClientUpdate("report", 0, 3, weight=1.0)
+            yield ClientUpdate("report", 1, 3, weight=1.0, number=7)
+
+    def conversation():
+        answers = yield [ClientTask("report", 1, client, 0) for client in (1, 2, 3)]
+        return None, {"heard": [(answer.client, answer.weight) for answer in answers]}
+
+    _, record = hold(conversation(), Confused())
+    assert record == {
+        "heard": [(1, 1.0)],
+        "missing": {"report": [2, 3]},
+        "unasked": {"report": [1, 3, 9], "train": [2]},
+    }
+
+
+def test_what_an_engine_accounts_for_is_laid_over_the_record() -> None:
+    class Counting(Listed):
+        def account(self) -> dict[str, object]:
+            return {"wire": {"sent": len(self.asked)}, "faults": {"3": "it hung"}}
+
+    _, record = hold(_conversation([[(1, 0)], [(1, 0)]]), Counting([(1, 0)]))
+    assert list(record.items()) == [
+        ("heard", [[(1, 0)], [(1, 0)]]),
+        ("wire", {"sent": 2}),
+        ("faults", {"3": "it hung"}),
+    ]
 
 
 def test_a_round_without_questions_is_over_at_once() -> None:

@@ -120,10 +120,10 @@ _PERTURB: dict[str, Callable[[Any], Perturb]] = {
 
 
 def _pictures(images: Tensor) -> Tensor:
-    """Return the images as 32-bit floats of channels, rows and columns, which Square takes for granted."""
+    """Return the images as 32-bit floats of channels, rows and columns, in this order, which is taken for granted."""
     shape = tuple(images.shape[1:])
     three = (1,) * (3 - len(shape)) + shape if len(shape) < 3 else (*shape[:2], math.prod(shape[2:]))
-    return images.detach().float().reshape(len(images), *three)
+    return images.detach().float().reshape(len(images), *three).contiguous()
 
 
 def _shielded(logits: Logits, images: Tensor, classes: int) -> Logits:
@@ -162,4 +162,4 @@ class _InputGradient(torch.autograd.Function):
             return torch.zeros_like(ctx.input), None
         # FAB asks several times for one pass, so the graph stays until the scores go.
         (found,) = torch.autograd.grad(ctx.scores, ctx.input, gradient, retain_graph=True, allow_unused=True)
-        return (torch.zeros_like(ctx.input) if found is None else found), None
+        return (torch.zeros_like(ctx.input) if found is None else found.contiguous()), None

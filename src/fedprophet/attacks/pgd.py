@@ -28,12 +28,17 @@ def _per_sample_norm(x: Tensor) -> Tensor:
 
 
 def _like(clean: Tensor, generator: torch.Generator) -> Tensor:
-    """Return memory for a draw, where the generator is: a draw is the same wherever it is used."""
-    return torch.empty_like(clean, device=generator.device)
+    """Return memory for a draw, where the generator is: a draw is the same wherever, and in what layout, it is used."""
+    return torch.empty_like(clean, device=generator.device, memory_format=torch.contiguous_format)
+
+
+def _beside(clean: Tensor, draw: Tensor) -> Tensor:
+    """Return a draw on the device and in the layout of what it is added to."""
+    return draw.to(clean.device) if clean.is_contiguous() else torch.empty_like(clean).copy_(draw)
 
 
 def _linf_start(clean: Tensor, radius: float, generator: torch.Generator) -> Tensor:
-    return _like(clean, generator).uniform_(-radius, radius, generator=generator).to(clean.device)
+    return _beside(clean, _like(clean, generator).uniform_(-radius, radius, generator=generator))
 
 
 def _linf_ascend(delta: Tensor, gradient: Tensor, step: float) -> Tensor:
@@ -45,7 +50,7 @@ def _linf_project(delta: Tensor, radius: float) -> Tensor:
 
 
 def _l2_start(clean: Tensor, radius: float, generator: torch.Generator) -> Tensor:
-    direction = _like(clean, generator).normal_(generator=generator).to(clean.device)
+    direction = _beside(clean, _like(clean, generator).normal_(generator=generator))
     share = torch.rand(len(clean), *[1] * (clean.dim() - 1), generator=generator, device=generator.device)
     share = share.to(clean.device)
     return direction / (_per_sample_norm(direction) + _TINY) * radius * share

@@ -28,6 +28,9 @@ from fedprophet.server.coordinator import Engine, hold
 from fedprophet.server.perturbation import Perturbation
 
 PLAIN, WORKERS, CUDA = "plain", "workers", "cuda"
+ONE_THREAD = "plain-1"
+"""The plain loop with one thread: where layers are narrow, more threads can take longer."""
+PLAIN_SIDES = (PLAIN, ONE_THREAD)
 TRAINING, WARMUP, EVALUATION = "training", "warm-up training", "evaluation"
 PARTS = (TRAINING, WARMUP, EVALUATION)
 """What is timed: training under attack, the same without an attack (the first rounds of a stage), and evaluation."""
@@ -57,9 +60,11 @@ class Settings:
     def measured(self, method: str, engine: str) -> Config:
         """Return the configuration of a session whose every round is attacked and evaluated, and ends no stage."""
         # A worker for each core, whatever torch takes as its own number of threads.
-        cores = (f"threads={machine.cores()}",) if engine == WORKERS else ()
+        threads = {WORKERS: machine.cores(), ONE_THREAD: 1}
+        cores = (f"threads={threads[engine]}",) if engine in threads else ()
         steady = ("train.warmup=0", "convergence.gate=0", "evaluate.every=1", f"rounds={self.repeat + 1}")
-        return load_config(self.preset, [*cores, *self.overrides, *steady, f"method={method}", f"engine={engine}"])
+        name = PLAIN if engine in PLAIN_SIDES else engine
+        return load_config(self.preset, [*cores, *self.overrides, *steady, f"method={method}", f"engine={name}"])
 
 
 @dataclass(frozen=True)
@@ -105,6 +110,12 @@ def fast_engine() -> str | None:
     """Return the fast engine of this machine; None where there is none."""
     name = CUDA if machine.has_gpu() else WORKERS
     return name if name in ENGINES else None
+
+
+def plain_sides(overrides: Sequence[str]) -> tuple[str, ...]:
+    """Return the plain loops that a fast engine has to beat: with torch's threads and, on several cores, with one."""
+    chosen = any(text.partition("=")[0].strip() == "threads" for text in overrides)
+    return (PLAIN,) if chosen or machine.has_gpu() or torch.get_num_threads() == 1 else PLAIN_SIDES
 
 
 def check_engine(name: str) -> str:
@@ -170,7 +181,7 @@ def _play(settings: Settings, measured: Measured, dataset: Dataset | None, watch
     session = assemble(settings.measured(measured.case.method, measured.engine), dataset=dataset)
     measured.stages = len(session.world.modules)
     try:
-        if measured.engine == PLAIN and machine.has_gpu():
+        if measured.engine in PLAIN_SIDES and machine.has_gpu():
             # The plain loop is the same on any device: it runs where the model is.
             for part in (session.world.chain.model, session.normalize):
                 part.to("cuda")
@@ -185,7 +196,7 @@ def _play_rounds(session: Session, settings: Settings, measured: Measured, watch
     end = machine.now() + settings.limit
     for number in range(settings.repeat):
         watch(f"{measured.case}, {measured.engine}, round {number + 1} of {settings.repeat}")
-        stopwatch = Stopwatch(session.engine, session.world.cost, short=measured.engine == PLAIN)
+        stopwatch = Stopwatch(session.engine, session.world.cost, short=measured.engine in PLAIN_SIDES)
         began = machine.now()
         # Each round begins alike: a stage would end after some, and weights could drift.
         _, record = hold(session.method.round(replace(state, round=number)), stopwatch)

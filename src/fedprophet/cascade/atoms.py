@@ -106,6 +106,8 @@ class Chain:
     local_names: tuple[tuple[str, ...], ...] = field(repr=False)
     _members: dict[tuple[int, int], list[nn.Module]] = field(init=False, repr=False, default_factory=dict)
     """All modules in a range of atoms. A chain is put into a mode for every batch, and its atoms stay the same."""
+    _places: dict[str, tuple[dict[str, Any], str]] = field(init=False, repr=False, default_factory=dict)
+    """Where each of the model's tensors is held. Every task asks for them, and a state dict takes its time."""
 
     def __len__(self) -> int:
         return len(self.atoms)
@@ -127,7 +129,11 @@ class Chain:
     @property
     def tensors(self) -> Mapping[str, Tensor]:
         """The model's live parameters and saved buffers by state-dict name."""
-        return _state(self.model)
+        if not self._places:
+            state = _state(self.model)
+            self._places.update(_places_of(self.model, state))
+            return state
+        return {name: holder[key] for name, (holder, key) in self._places.items()}
 
     @property
     def device(self) -> torch.device:
@@ -269,6 +275,14 @@ def _mark_reused(atoms: Sequence[Atom]) -> None:
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+
+
+def _places_of(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, tuple[dict[str, Any], str]]:
+    """Return where a model holds the tensors of its state dict; nothing where a hook of its own puts others there."""
+    holders: list[dict[str, Any]] = [held for part in model.modules() for held in (part._parameters, part._buffers)]
+    found = {id(tensor): (holder, key) for holder in holders for key, tensor in holder.items()}
+    known = all(id(tensor) in found for tensor in state.values())
+    return {name: found[id(tensor)] for name, tensor in state.items()} if known else {}
 
 
 def _statistics_names(model: nn.Module) -> set[str]:

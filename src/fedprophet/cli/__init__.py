@@ -13,6 +13,7 @@ from fedprophet.cli.bench import bench_command
 from fedprophet.cli.compare import compare_command
 from fedprophet.cli.config import config_app
 from fedprophet.cli.data import data_app
+from fedprophet.cli.deploy import deploy_app
 from fedprophet.cli.evaluate import evaluate_command, export_command
 from fedprophet.cli.fleet import fleet_app
 from fedprophet.cli.latency import latency_command
@@ -40,6 +41,7 @@ app.command("latency")(latency_command)
 app.command("bench")(bench_command)
 app.add_typer(fleet_app, name="fleet")
 app.add_typer(data_app, name="data")
+app.add_typer(deploy_app, name="deploy")
 app.add_typer(config_app, name="config")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]

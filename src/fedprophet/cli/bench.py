@@ -85,7 +85,7 @@ def bench_command(
         tuple(stage - 1 for stage in _numbers("--stages", stages)) if stages is not None else None,
         repeat or REPEAT,
         limit,
-        _engines(engine, plain),
+        _engines(engine, plain, overrides),
         real_data,
     )
     found, page = _rounds(wanted)
@@ -163,10 +163,11 @@ def _numbers(option: str, text: str | None) -> tuple[int, ...]:
     return tuple(sorted({int(part) for part in parts}))
 
 
-def _engines(engine: str | None, plain: bool) -> tuple[str, ...]:
+def _engines(engine: str | None, plain: bool, overrides: tuple[str, ...]) -> tuple[str, ...]:
     """Return the engines to measure: the plain loop first."""
     fast = rounds.check_engine(engine) if engine is not None else rounds.fast_engine()
-    chosen = tuple(dict.fromkeys([*([rounds.PLAIN] if plain else []), *([fast] if fast else [])]))
+    slow = rounds.plain_sides(overrides) if plain else ()
+    chosen = tuple(dict.fromkeys([*slow, *([fast] if fast else [])]))
     if not chosen:
         raise ConfigError("this machine has no engine but the plain loop: leave --no-plain out")
     return chosen

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,9 @@ WORK_NAMES: Mapping[TaskKind, str] = {
     "distill": "distilling",
     "adopt": "passing statistics on",
 }
+
+SHOWN = 8
+"""So many clients that did not answer are named; the journal has all."""
 
 
 def observer_for(console: Console) -> "PlainLines | LiveDisplay":
@@ -115,15 +118,40 @@ def _facts(record: Record, session: Session) -> list[tuple[str, str]]:
 def _events(record: Record) -> list[str]:
     """Return what happened in a round beside the ordinary."""
     lines = [f"round {record['round']}: client {c} was dropped: {why}" for c, why in record["dropped"].items()]
+    lines += [f"round {record['round']}: {text}" for text in _absences(record)]
     diverged = [name for name, loss in record.get("distillation", {}).items() if loss is None]
     lines += [f"round {record['round']}: the distillation of {name} diverged: not used" for name in diverged]
     if "fixed" in record:
-        fixed = record["fixed"]
-        lines.append(
-            f"module {fixed['module']} fixed at its best round {fixed['round']}: clean {percent(fixed['clean'])}, "
-            f"PGD {percent(fixed['adversarial'])}"
-        )
+        lines.append(_fixed(record["fixed"]))
     return lines
+
+
+def _absences(record: Record) -> Iterator[str]:
+    """Yield what came of answers that did not come, or failed on their way."""
+    for kind, clients in record.get("missing", {}).items():
+        yield f"no answer from {_clients(clients)} ({WORK_NAMES[kind]})"
+    for client, reason in record.get("faults", {}).items():
+        yield f"client {client} failed: {reason}"
+    if "too_few" in record:
+        few = record["too_few"]
+        yield f"{few['usable']} usable updates, fewer than flower.minimum = {few['minimum']}: nothing was averaged"
+    if "postponed" in record:
+        yield f"nobody measured module {record['postponed']['module']}: it is trained for another round"
+    if "best_round" in record and record["best_round"] is None:
+        yield "nobody has evaluated any round: the model of the last one is kept"
+
+
+def _clients(clients: Sequence[int]) -> str:
+    """Return whose answers are meant: all of a few, or some of many."""
+    shown = ", ".join(map(str, clients[:SHOWN])) + (f" and {len(clients) - SHOWN} more" if len(clients) > SHOWN else "")
+    return f"client{'s' if len(clients) > 1 else ''} {shown}"
+
+
+def _fixed(fixed: Mapping[str, Any]) -> str:
+    if fixed["clean"] is None:
+        return f"module {fixed['module']} fixed as it was in round {fixed['round']}: nobody evaluated it"
+    reached = f"clean {percent(fixed['clean'])}, PGD {percent(fixed['adversarial'])}"
+    return f"module {fixed['module']} fixed at its best round {fixed['round']}: {reached}"
 
 
 def _headline(session: Session, path: Path, round: int) -> str:
@@ -282,8 +310,8 @@ def _remarks(results: Mapping[str, Any]) -> Iterator[str]:
     yield _need(results)
     if "best" in results:
         yield from (_reached(name, results[name]) for name in ("best", "last"))
-    if "simulated" in results:
-        time = results["simulated"]
+    time = results.get("simulated")
+    if time is not None:
         yield (
             f"On the devices of the pool it would have taken {duration(time['total_s'])}: computation "
             f"{duration(time['computation_s'])}, storage access {duration(time['access_s'])} (simulated)."
@@ -302,9 +330,10 @@ def _need(results: Mapping[str, Any]) -> str:
         return f"Training the whole model takes {format_size(whole)}."
     least, peak = memory["least_bytes"], memory["peak_bytes"]
     if least == peak == whole:
+        swapping = "; where it could spare less, the simulated time includes swapping"
         return (
-            f"Every client trained the whole model, which takes {format_size(whole)}; where it could spare less, the "
-            "simulated time includes swapping."
+            f"Every client trained the whole model, which takes {format_size(whole)}"
+            f"{swapping if results.get('simulated') else ''}."
         )
     return (
         f"With {format_size(least)} a client could have done the smallest task of every round; the largest task took "

@@ -20,6 +20,9 @@ def train_command(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one key; may be repeated.")
     ] = None,
     method: Annotated[str | None, typer.Option(help="Short for --set method=…; fedprophet methods lists them.")] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="Short for --set engine=…: auto, plain, workers, cuda or flower-sim.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="The run's folder. Default: runs/NAME here.")] = None,
     resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Go on with a run that was stopped.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the closing summary as JSON.")] = False,
@@ -37,10 +40,13 @@ def train_command(
       fedprophet train --resume runs/no-apa
 
       fedprophet train cifar10-balanced-small --method heterofl
+
+      fedprophet train digits --engine flower-sim
     """
     # A polite kill is a Ctrl-C: a checkpoint is written before the process ends.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    run = _open(preset, [*(settings or []), *([f"method={method}"] if method else [])], out, resume)
+    short = [f"{key}={value}" for key, value in {"method": method, "engine": engine}.items() if value]
+    run = _open(preset, [*(settings or []), *short], out, resume)
     with observer_for(Console(stderr=json_)) as observer:
         results = play(run, observer)
     if json_:

@@ -13,10 +13,9 @@ from fedprophet.randomness import key, seed_global
 
 def predict(task: ClientTask, segment: Segment, examples: LocalExamples) -> Tensor:
     """Return the class scores of every sample."""
-    with torch.no_grad(), segment.mode(training=False):
+    with torch.no_grad(), segment.still():
         parts = torch.split(torch.arange(len(examples)), task.batch)
-        device = segment.chain.device
-        return torch.cat([segment.logits(examples.fetch(part).to(device)) for part in parts])
+        return torch.cat([segment.logits(segment.take(examples.fetch(part))) for part in parts])
 
 
 def distill(task: ClientTask, segment: Segment, examples: LocalExamples) -> float:
@@ -26,7 +25,7 @@ def distill(task: ClientTask, segment: Segment, examples: LocalExamples) -> floa
     def loss_of(iteration: int, batch: Tensor) -> Tensor:
         seed_global(key(task.seed, "dropout", task.round, task.client, task.number, iteration))
         with segment.mode(training=len(batch) > 1):
-            logits = segment.logits(examples.fetch(batch).to(device))
+            logits = segment.logits(segment.take(examples.fetch(batch)))
         targets = {name: value[batch.to(value.device)].to(device) for name, value in task.targets.items()}
         return distillation_losses(logits, targets).mean()
 

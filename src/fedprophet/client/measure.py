@@ -22,9 +22,9 @@ def evaluate(task: ClientTask, segment: Segment, examples: LocalExamples) -> dic
     counts = {"samples": 0.0, "clean": 0.0}
     if task.threat is not None:
         counts["adversarial"] = 0.0
-    with segment.mode(training=False):
+    with segment.still():
         for number, positions in _micro_batches(task, len(examples)):
-            x, labels = examples.fetch(positions).to(device), examples.labels[positions].to(device)
+            x, labels = segment.take(examples.fetch(positions)), examples.labels[positions].to(device)
             counts["samples"] += len(positions)
             with torch.no_grad():
                 counts["clean"] += float((segment.logits(x).argmax(dim=1) == labels).sum())
@@ -63,7 +63,7 @@ def perturbation_magnitude(task: ClientTask, segment: Segment, inputs: Tensor) -
     """Return the mean over samples of max ‖Δz_m‖₂, by an attack that maximises ‖Δz_m‖ itself (for Eq. 11)."""
     assert task.threat is not None
     total = 0.0
-    with segment.mode(training=False):
+    with segment.still():
         for number, x in enumerate(torch.split(inputs, task.batch)):
             with torch.no_grad():
                 clean = segment.features(x)

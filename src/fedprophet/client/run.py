@@ -91,7 +91,7 @@ def _evaluate(task: ClientTask, client: Client, workspace: Workspace, own: Mappi
     metrics: dict[str, float] = {"samples": 0.0}
     if len(examples):
         workspace.load(task, own)
-        whole = _segment(task, workspace, examples.fetch(torch.arange(1)).to(workspace.device), first=0)
+        whole = _segment(task, workspace, examples.fetch(torch.arange(1)), first=0)
         if task.adversarial_statistics:
             # Clean images keep the clean statistics; only what an attack makes of them is judged with the others.
             clean = evaluate(replace(task, threat=None), whole, examples)
@@ -105,7 +105,7 @@ def _evaluate(task: ClientTask, client: Client, workspace: Workspace, own: Mappi
 def _measure(task: ClientTask, client: Client, workspace: Workspace, own: Mapping[str, Tensor]) -> ClientUpdate:
     workspace.load(task, own)
     inputs = _inputs(task, client, workspace, own)
-    segment = Segment(workspace.chain, task.first, task.last, head=None)
+    segment = workspace.segment(task.first, task.last)
     return ClientUpdate(
         task.kind,
         task.round,
@@ -118,14 +118,14 @@ def _measure(task: ClientTask, client: Client, workspace: Workspace, own: Mappin
 def _predict(task: ClientTask, client: Client, workspace: Workspace, own: Mapping[str, Tensor]) -> ClientUpdate:
     """Run a model that the server holds on the public samples, which are what the server may train on."""
     workspace.load(task, own)
-    logits = predict(task, Segment(workspace.chain, task.first, task.last, head=None), client.data.train)
+    logits = predict(task, workspace.segment(task.first, task.last), client.data.train)
     return ClientUpdate(task.kind, task.round, task.client, weight=shard_weight(client), parameters={"logits": logits})
 
 
 def _distill(task: ClientTask, client: Client, workspace: Workspace, own: Mapping[str, Tensor]) -> ClientUpdate:
     workspace.load(task, own)
     chain = workspace.chain
-    loss = distill(task, Segment(chain, task.first, task.last, head=None), client.data.train)
+    loss = distill(task, workspace.segment(task.first, task.last), client.data.train)
     return ClientUpdate(
         task.kind,
         task.round,
@@ -158,32 +158,31 @@ def _inputs(task: ClientTask, client: Client, workspace: Workspace, own: Mapping
     """Return what atom `first` reads for each training sample: images, or the cached features of the frozen prefix."""
     examples = client.data.train
     everything = torch.arange(len(examples))
-    device = workspace.device
+    prefix = workspace.segment(0, task.first)
     if not task.frozen:
-        return examples.fetch(everything).to(device)
-    prefix = Segment(workspace.chain, 0, task.first, head=None)
+        return prefix.take(examples.fetch(everything))
     version = digest({name: own[name] for name in workspace.chain.local(0, task.first) if name in own})
 
     def compute() -> Tensor:
-        with torch.no_grad(), prefix.mode(training=False):
+        with torch.no_grad(), prefix.still():
             parts = torch.split(everything, task.batch)
-            return torch.cat([prefix.features(examples.fetch(part).to(device)) for part in parts])
+            return torch.cat([prefix.features(prefix.take(examples.fetch(part))) for part in parts])
 
     digests = tuple(module.digest for module in task.frozen)
-    return workspace.features.get((task.client, digests, version), compute)
+    return prefix.take(workspace.features.get((task.client, digests, version), compute))
 
 
 def _segment(task: ClientTask, workspace: Workspace, probe: Tensor, first: int | None = None) -> Segment:
     """Return the task's segment with its exit; `probe` is one sample, whose feature gives the head its shape."""
     start = task.first if first is None else first
-    body = Segment(workspace.chain, start, task.last, head=None)
+    body = workspace.segment(start, task.last)
     if task.head is None:
         return body
     with torch.no_grad(), body.mode(training=False):
-        head = build_head(tuple(body.features(probe).shape[1:]), workspace.classes).to(workspace.device)
+        head = build_head(tuple(body.features(body.take(probe)).shape[1:]), workspace.classes).to(workspace.device)
         for name, parameter in head.named_parameters():
             parameter.copy_(task.parameters[f"heads.{task.head}.{name}"])
-    return Segment(workspace.chain, start, task.last, head)
+    return workspace.segment(start, task.last, head)
 
 
 def shard_weight(client: Client) -> float:

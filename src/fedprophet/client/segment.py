@@ -1,6 +1,7 @@
 """The part of a chain that one task is about: some atoms in a row and the exit behind them."""
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch.nn.functional as F
@@ -8,16 +9,22 @@ from torch import Tensor, nn
 
 from fedprophet.cascade.atoms import Chain
 from fedprophet.cascade.heads import Head
+from fedprophet.client.folding import held
+from fedprophet.client.plan import AS_WRITTEN, Layout, lay_out
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Atoms `first` … `last` − 1 and an exit: an auxiliary head, or None for the backbone's own classifier."""
+    """Atoms `first` … `last` − 1 and an exit: an auxiliary head, or None for the backbone's own classifier.
+
+    `layout` is how the batches should lie that it is given.
+    """
 
     chain: Chain
     first: int
     last: int
     head: Head | None
+    layout: Layout = AS_WRITTEN
 
     def features(self, x: Tensor) -> Tensor:
         """Return z_m, what the last atom gives out."""
@@ -49,3 +56,13 @@ class Segment:
     def mode(self, training: bool) -> AbstractContextManager[None]:
         """Set the atoms to training or evaluation mode within a `with` block; the flags found come back after it."""
         return self.chain.mode(self.first, self.last, training)
+
+    @contextmanager
+    def still(self) -> Iterator[None]:
+        """Set evaluation mode within a `with` block in which nothing is trained: for attacks and evaluation."""
+        with self.mode(training=False), held(self.chain, self.first, self.last):
+            yield
+
+    def take(self, x: Tensor) -> Tensor:
+        """Return a batch on the segment's device, in its layout."""
+        return lay_out(x.to(self.chain.device), self.layout)

@@ -44,4 +44,7 @@ def narrowed(workspace: Workspace, kept: Kept) -> Workspace:
     chain = narrow_chain(workspace.chain, channels, kept)
     chain.load(slice_state(channels, kept, workspace.initial))
     layers = NarrowLayers(workspace.layers, channels, kept, workspace.initial)
-    return Workspace(chain, workspace.input_shape, workspace.classes, workspace.modules, layers, workspace.features)
+    narrow = Workspace(chain, workspace.input_shape, workspace.classes, workspace.modules, layers, workspace.features)
+    if workspace.is_fast:
+        narrow.speed_up()
+    return narrow

@@ -111,5 +111,5 @@ def perturb(task: ClientTask, segment: Segment, x: Tensor, labels: Tensor, itera
     assert task.training is not None
     strong_convexity = task.training.strong_convexity
     draw = generator(task.seed, "attack", task.round, task.client, iteration)
-    with segment.mode(training=False):
+    with segment.still():
         return pgd(lambda z: segment.losses(z, labels, strong_convexity).sum(), x, task.threat, draw)

@@ -10,8 +10,11 @@ from torch import Tensor
 
 from fedprophet.cascade.atoms import Chain
 from fedprophet.cascade.channels import Channels, channels_of
+from fedprophet.cascade.heads import Head
 from fedprophet.client.features import FeatureCache
 from fedprophet.client.modules import ModuleStore
+from fedprophet.client.plan import AS_WRITTEN, Layout, lay_out_weights, layout_of, planned
+from fedprophet.client.segment import Segment
 from fedprophet.client.task import ClientTask, Timeline
 
 
@@ -31,6 +34,8 @@ class Workspace:
 
     `input_shape` is that of one image. `initial` are the local layers of a client that has not trained yet. `loaded`
     remembers which fixed module each atom holds, so that a frozen prefix is not copied again for every task.
+
+    What tasks run is the chain as it is or, after `speed_up`, the same model by the fast plan (`client.plan`).
     """
 
     chain: Chain
@@ -41,9 +46,27 @@ class Workspace:
     features: FeatureCache
     initial: Mapping[str, Tensor] = field(init=False)
     loaded: dict[int, str | None] = field(init=False, default_factory=dict)
+    _fast: tuple[Chain, Layout] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.initial = self.values(self.chain.local())
+
+    @property
+    def is_fast(self) -> bool:
+        """Whether tasks run by the fast plan."""
+        return self._fast is not None
+
+    def speed_up(self) -> None:
+        """Run tasks by the fast plan from now on: the same work, rounded otherwise. It is for a CPU."""
+        chain = planned(self.chain)
+        layout = layout_of(chain)
+        lay_out_weights(chain, layout)
+        self._fast = chain, layout
+
+    def segment(self, first: int, last: int, head: Head | None = None) -> Segment:
+        """Return the part of the chain that a task runs."""
+        chain, layout = self._fast or (self.chain, AS_WRITTEN)
+        return Segment(chain, first, last, head, layout)
 
     @property
     def device(self) -> torch.device:
@@ -62,7 +85,7 @@ class Workspace:
     def values(self, names: tuple[str, ...]) -> dict[str, Tensor]:
         """Return copies of tensors of the model."""
         tensors = self.chain.tensors
-        return {name: tensors[name].detach().clone() for name in names}
+        return {name: tensors[name].detach().clone(memory_format=AS_WRITTEN) for name in names}
 
     def load(self, task: ClientTask, own: Mapping[str, Tensor]) -> None:
         """Bring the chain to the state the task asks for: frozen prefix, the client's own layers, the task's part."""

@@ -137,7 +137,8 @@ class Dataset:
     """A training set for the clients and a held-out test set for the server.
 
     `shape` is that of one image; `mean` and `std` are per channel over the training images. A channel that never
-    changes has a standard deviation of 1 here, so that dividing by it is harmless.
+    changes has a standard deviation of 1 here, so that dividing by it is harmless. `names` are those of the classes,
+    where labels stand for something that has a name.
     """
 
     name: str
@@ -147,6 +148,7 @@ class Dataset:
     shape: tuple[int, ...]
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    names: tuple[str, ...] = ()
 
     def digest(self) -> str:
         """Return a fingerprint of sizes, labels and a sample of images, the same in every process."""

@@ -159,7 +159,7 @@ def _load(root: Path, options: DataOptions, kind: Kind) -> Dataset:
     every = TensorExamples(found.images, found.labels)
     shape = tuple(found.images.shape[1:])
     parts = LocalExamples(every, train), LocalExamples(every, test)
-    return Dataset(kind.name, *parts, len(tree.classes), shape, *found.statistics(train))
+    return Dataset(kind.name, *parts, len(tree.classes), shape, *found.statistics(train), names=tree.classes)
 
 
 def _entry(tree: Tree, options: DataOptions) -> tuple[Path, tuple[int, int, int]]:

@@ -1,8 +1,9 @@
 """The workers engine: clients run side by side in worker processes, one thread in each.
 
 A second thread hardly helps the small layers of one client; a second client does. Every draw is named by what it is
-for, so the updates are those of the plain engine with one thread, bit for bit, whatever the number of workers and
-whoever runs which client.
+for, so the updates are the same, bit for bit, whatever the number of workers and whoever runs which client. Workers
+compute by the fast plan (`client.plan`), which rounds otherwise than the plain engine does: where that one has the same
+plan and one thread, it makes the same updates.
 
 Workers are forked, so that population, models and data need not be sent. All that passes is tasks and updates. The
 server's store of fixed modules and the clients' own layers stay in this process: a module goes to a worker when a task
@@ -204,11 +205,13 @@ class WorkerEngine:
 class _Queues:
     """Who carries out what: a client goes to the worker that has its features, any other where least is waiting.
 
+    The longest tasks come first, those of the most atoms, so that no worker is left with one when the others are done.
     A worker that has nothing left takes over from the one with most: computing features again is less than waiting.
     """
 
     def __init__(self, tasks: Sequence[ClientTask], homes: Mapping[int, int], workers: int) -> None:
         self._queues: list[deque[ClientTask]] = [deque() for _ in range(workers)]
+        tasks = sorted(tasks, key=lambda task: task.first - task.last)
         for task in tasks:
             if task.client in homes:
                 self._queues[homes[task.client]].append(task)
@@ -359,6 +362,7 @@ def _work(
     features, desk = next(iter(workspaces.values())).features.share(workers), _Desk()
     for workspace in workspaces.values():
         workspace.features, workspace.layers = features, desk
+        workspace.speed_up()
     leaving = threading.Lock()
 
     def leave() -> NoReturn:

@@ -19,13 +19,21 @@ from fedprophet.fleet.latency import batch_sizes, client_seconds, workload_of
 from fedprophet.fleet.network import draw_link, payload_bytes
 from fedprophet.randomness import global_rng
 from fedprophet.runs.config import Config
-from fedprophet.server.aggregate import Parameters, mean_metric, partial_average, sift
+from fedprophet.server.accuracy import Accuracy, evaluation_fault, personalised
+from fedprophet.server.aggregate import Layers, Parameters, mean_metric, sift
 from fedprophet.server.convergence import Best, StageRule
 from fedprophet.server.coordinator import Conversation, Record
+from fedprophet.server.robust import RULES, Update
 from fedprophet.threat import ThreatModel, input_threat
 
 NORM_LAYERS = "mean over the clients that have trained, weighted by shard size"
 """Where the norm layers of an exported model come from, unless a method has better ones."""
+ROBUST_NORM_LAYERS: Mapping[str, str] = {
+    "clip": f"{NORM_LAYERS}, of layers clipped to the median distance from their start",
+    "trimmed-mean": "trimmed mean over the clients that have trained",
+    "median": "median over the clients that have trained",
+}
+"""The same under the other rules of aggregation."""
 CLIENT_NORM_LAYERS = "each client's own"
 """Which norm layers a client is evaluated with, unless a method says otherwise."""
 
@@ -110,9 +118,18 @@ class World:
         """
         asked = {task.client: task for task in tasks}
         # An update that is dropped took its time too; one that does not even say how much it trained on has none.
-        timed = [u for u in updates if 1 <= u.metrics.get("samples", 0) < math.inf]
+        timed = [u for u in updates if u.client in asked and 1 <= u.metrics.get("samples", 0) < math.inf]
         costs = {u.client: cost_of_task(asked[u.client]) if cost_of_task else self.cost for u in timed}
         return {str(u.client): _demand(costs[u.client], asked[u.client], u, available[u.client]) for u in timed}
+
+    def joined(self, current: Parameters, updates: Iterable[Update]) -> Parameters:
+        """Join what clients sent by the configured rule: each parameter over those who sent it."""
+        settings = self.config.aggregate
+        return RULES[settings.rule](current, updates, settings)
+
+    def norm_layers(self, usually: str) -> str:
+        """Return where an exported model's norm layers come from; `usually` says it for the mean."""
+        return usually.replace(NORM_LAYERS, ROBUST_NORM_LAYERS.get(self.config.aggregate.rule, NORM_LAYERS))
 
     def timeline(self, round: int, best: Best | None, discarded: tuple[tuple[int, int], ...]) -> Timeline:
         """Return which versions of the clients' own layers count; a resume may go back as far as checkpoints do."""
@@ -151,10 +168,13 @@ class World:
 
 def _demand(cost: ChainCost, task: ClientTask, update: ClientUpdate, resources: Resources) -> dict[str, float]:
     assert task.training is not None
+    batch, iterations = task.training.batch, task.training.iterations
+    # More samples than a round can use change nothing, however many a client claims to have.
+    samples = min(int(update.metrics["samples"]), batch * iterations)
     seconds = client_seconds(
         workload_of(cost, task.first, task.last),
         resources,
-        batch_sizes(int(update.metrics["samples"]), task.training.batch, task.training.iterations),
+        batch_sizes(samples, batch, iterations),
         task.threat.steps if task.threat else 0,
         draw_link(task.seed, task.round, task.client),
         download_bytes=payload_bytes(task.parameters),
@@ -163,25 +183,63 @@ def _demand(cost: ChainCost, task: ClientTask, update: ClientUpdate, resources: 
     return {**seconds, "memory_bytes": cost.memory(task.first, task.last)}
 
 
-def spare(reports: Sequence[ClientUpdate]) -> dict[int, Resources]:
-    """Return what each client that reported can spare in this round."""
-    return {report.client: report.resources for report in reports if report.resources is not None}
+def spare(reports: Sequence[ClientUpdate], record: Record) -> dict[int, Resources]:
+    """Return what each client that reported can spare in this round, and note those whose numbers cannot be."""
+    found = {report.client: report.resources for report in reports if report.resources is not None}
+    wrong = {client: f"it can spare {resources}" for client, resources in found.items() if not _sound(resources)}
+    if wrong:
+        drop(record, wrong)
+    return {client: resources for client, resources in found.items() if client not in wrong}
 
 
-def usable(tasks: Sequence[ClientTask], updates: Sequence[ClientUpdate], record: Record) -> list[ClientUpdate]:
-    """Return the updates that can be averaged, and note the others and the mean loss."""
-    found, dropped = sift(tasks, updates)
-    record["dropped"] = {str(client): reason for client, reason in dropped.items()}
+def _sound(resources: Resources) -> bool:
+    return resources.memory >= 0 and all(0 < rate < math.inf for rate in (resources.performance, resources.bandwidth))
+
+
+def drop(record: Record, reasons: Mapping[int, str]) -> None:
+    """Note why clients' answers were not used; the first reason of a client in a round stays."""
+    earlier = record.get("dropped", {})
+    record["dropped"] = {**earlier, **{str(c): reason for c, reason in reasons.items() if str(c) not in earlier}}
+
+
+def usable(
+    world: World,
+    tasks: Sequence[ClientTask],
+    updates: Sequence[ClientUpdate],
+    record: Record,
+    layers: Layers | None = None,
+) -> list[ClientUpdate]:
+    """Return the updates that can be joined, and note the others and the mean loss; none where there are too few."""
+    found, dropped = sift(tasks, updates, layers)
+    drop(record, dropped)
     record["loss"] = mean_metric(found, "loss") if found else None
-    return found
+    minimum = world.config.flower.minimum
+    if len(found) >= minimum:
+        return found
+    if minimum > 1:
+        record["too_few"] = {"usable": len(found), "minimum": minimum}
+    return []
 
 
 def fold(
-    current: Parameters, tasks: Sequence[ClientTask], updates: Sequence[ClientUpdate], record: Record
+    world: World, current: Parameters, tasks: Sequence[ClientTask], updates: Sequence[ClientUpdate], record: Record
 ) -> Parameters | None:
-    """Average what came back and note it; None where nothing that came back can be averaged."""
-    found = usable(tasks, updates, record)
-    return partial_average(current, [(update.weight, update.parameters) for update in found]) if found else None
+    """Join what came back and note it; None where nothing that came back can be used."""
+    found = usable(world, tasks, updates, record)
+    return world.joined(current, [(update.weight, update.parameters) for update in found]) if found else None
+
+
+def judged(tasks: Sequence[ClientTask], answers: Sequence[ClientUpdate], record: Record) -> Accuracy | None:
+    """Return the personalised accuracy and note it; None where those who are missing leave no sample to judge by."""
+    faults = {answer.client: reason for answer in answers if (reason := evaluation_fault(answer)) is not None}
+    if faults:
+        drop(record, faults)
+    sound = [answer for answer in answers if answer.client not in faults]
+    accuracy = personalised(sound)
+    if not accuracy.samples and len(sound) < len(tasks):
+        return None
+    record |= {"clean": accuracy.clean, "adversarial": accuracy.adversarial, "samples": accuracy.samples}
+    return accuracy
 
 
 def named(parameters: Parameters, names: Iterable[str]) -> dict[str, torch.Tensor]:

@@ -10,8 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from fedprophet.cascade.cost import ChainCost
 from fedprophet.client.task import ClientTask, ClientUpdate, Resources, Timeline
-from fedprophet.methods.base import CLIENT_NORM_LAYERS, NORM_LAYERS, World, fold, spare
-from fedprophet.server.accuracy import personalised
+from fedprophet.methods.base import CLIENT_NORM_LAYERS, NORM_LAYERS, World, fold, judged, spare
 from fedprophet.server.aggregate import Parameters
 from fedprophet.server.convergence import Best, better, score
 from fedprophet.server.coordinator import Conversation, Record
@@ -48,6 +47,7 @@ class Baseline(Generic[S]):
 
     def __init__(self, world: World) -> None:
         self.world = world
+        self.norm_layers = world.norm_layers(type(self).norm_layers)
 
     def initial(self) -> S:
         """Return the state before the first round."""
@@ -80,15 +80,16 @@ class Baseline(Generic[S]):
             "epsilon": world.config.attack.radius,
         }
         cohort = world.cohort(state.round)
-        available = spare((yield [replace(self.task(state, client), kind="report") for client in cohort]))
+        available = spare((yield [replace(self.task(state, client), kind="report") for client in cohort]), record)
         tasks = self.assign(state, available, record)
         updates = yield tasks
         record["times"] = world.times(tasks, updates, available, self.cost)
         joined = yield from self.join(state, tasks, updates, record)
         state = replace(state, failures=state.failures + 1) if joined is None else replace(joined, failures=0)
         if world.evaluation_due(state.round, state.failures):
-            state = self._observe(state, record, (yield self._evaluation_tasks(state)))
-        return (self._restore_best(state) if self.finished(state) else state), record
+            asked = self._evaluation_tasks(state)
+            state = self._observe(state, record, asked, (yield asked))
+        return (self._restore_best(state, record) if self.finished(state) else state), record
 
     # What a baseline may do in a way of its own.
 
@@ -105,7 +106,7 @@ class Baseline(Generic[S]):
     ) -> Joining[S]:
         """Average the models that came back."""
         yield from ()
-        model = fold(state.model, tasks, updates, record)
+        model = fold(self.world, state.model, tasks, updates, record)
         return None if model is None else replace(state, model=model)
 
     def evaluation_task(self, state: S, client: int, threat: ThreatModel | None) -> ClientTask:
@@ -146,18 +147,22 @@ class Baseline(Generic[S]):
         clients = self.world.sample(settings.clients, state.round, "evaluate")
         return [self.evaluation_task(state, client, self.world.image_threat(settings.steps)) for client in clients]
 
-    def _observe(self, state: S, record: Record, answers: Sequence[ClientUpdate]) -> S:
-        accuracy = personalised(answers)
+    def _observe(self, state: S, record: Record, tasks: Sequence[ClientTask], answers: Sequence[ClientUpdate]) -> S:
+        """Keep the best round. A round that nobody has evaluated has no accuracy and cannot be it."""
+        accuracy = judged(tasks, answers, record)
+        if accuracy is None:
+            return state
         points = score(accuracy.clean, accuracy.adversarial, ROBUSTNESS_WEIGHT)
         candidate = Best(state.round, points, accuracy.clean, accuracy.adversarial, alpha=1.0)
         best = better(state.best, candidate)
-        record |= {"clean": accuracy.clean, "adversarial": accuracy.adversarial, "samples": accuracy.samples}
         record |= {"score": points, "best_round": best.round}
         best_model = state.model if best is candidate else state.best_model
         return replace(state, best=best, last=candidate, best_model=best_model)
 
-    def _restore_best(self, state: S) -> S:
-        """Go back to the best round, the clients' own layers included."""
-        assert state.best is not None  # the last round is always evaluated
+    def _restore_best(self, state: S, record: Record) -> S:
+        """Go back to the best round, the clients' own layers included; where none was evaluated, stay at the last."""
+        if state.best is None:
+            record["best_round"] = None
+            return state
         discarded = ((state.best.round, state.round),) if state.best.round < state.round else ()
         return replace(state, model=state.best_model, discarded=discarded)

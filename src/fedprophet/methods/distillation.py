@@ -5,6 +5,7 @@ public set, which is taken from the held-out test set. The clients' norm layers 
 their predictions would not be theirs.
 """
 
+import math
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -13,9 +14,9 @@ from torch import Tensor
 
 from fedprophet.cascade.cost import ChainCost
 from fedprophet.client.task import BACKBONE, SERVER, ClientTask, ClientUpdate, Resources
-from fedprophet.methods.base import Architecture, World, named
+from fedprophet.methods.base import Architecture, World, drop, named
 from fedprophet.methods.baseline import Baseline, BaselineState
-from fedprophet.server.aggregate import Parameters, partial_average
+from fedprophet.server.aggregate import Parameters
 from fedprophet.server.coordinator import Record
 
 Asking = Generator[Sequence[ClientTask], Sequence[ClientUpdate], Mapping[str, Parameters]]
@@ -73,32 +74,47 @@ class Distillation(Baseline[DistillationState]):
         """Average the clients' models, norm layers included, architecture by architecture."""
         names = {task.client: task.architecture for task in tasks}
         return {
-            name: partial_average(
-                model, [(u.weight, {**u.parameters, **u.local}) for u in found if names[u.client] == name]
-            )
+            name: self.world.joined(model, [(u.weight, self._whole(u, name)) for u in found if names[u.client] == name])
             for name, model in state.models.items()
         }
 
+    def layers(self, task: ClientTask) -> Mapping[str, torch.Size]:
+        """Return the layers of its own that a client sends with its model."""
+        chain = self.family[task.architecture].chain
+        return {name: chain.tensors[name].shape for name in chain.local()}
+
+    def _whole(self, update: ClientUpdate, architecture: str) -> Parameters:
+        """Return a client's model, its own layers included."""
+        return {**update.parameters, **named(update.local, self.family[architecture].chain.local())}
+
     def predictions(
-        self, state: DistillationState, tasks: Sequence[ClientTask], found: Sequence[ClientUpdate]
+        self, state: DistillationState, tasks: Sequence[ClientTask], found: Sequence[ClientUpdate], record: Record
     ) -> Generator[Sequence[ClientTask], Sequence[ClientUpdate], Tensor]:
-        """Return the scores of every client's model on the public set: models × samples × classes."""
+        """Return the scores of every client's model on the public set: models × samples × classes.
+
+        A model whose scores are not finite says nothing.
+        """
         names = {task.client: task.architecture for task in tasks}
         asked = [
             replace(
                 self._server_task(state, names[update.client], number),
                 kind="predict",
-                parameters={**update.parameters, **update.local},
+                parameters=self._whole(update, names[update.client]),
             )
             for number, update in enumerate(found)
         ]
         answers = yield asked
-        return torch.stack([answer.parameters["logits"] for answer in answers])
+        scores = {found[answer.number].client: answer.parameters["logits"] for answer in answers}
+        finite = {client: logits for client, logits in scores.items() if bool(torch.isfinite(logits).all())}
+        if len(finite) < len(scores):
+            lost = scores.keys() - finite.keys()
+            drop(record, dict.fromkeys(sorted(lost), "what its model says of the public set is not finite"))
+        return torch.stack(list(finite.values())) if finite else torch.empty(0)
 
     def distil(
         self, state: DistillationState, students: Mapping[str, Parameters], targets: Parameters, record: Record
     ) -> Asking:
-        """Train models on the public set and return them; one that diverges stays as it was."""
+        """Train models on the public set and return them; one that diverges, or does not come back, stays as it was."""
         training = replace(self.world.local_training(state.round), iterations=self.world.config.distillation.iterations)
         asked = [
             replace(
@@ -111,11 +127,12 @@ class Distillation(Baseline[DistillationState]):
             for number, (name, student) in enumerate(students.items())
         ]
         answers = yield asked
-        losses = {name: answer.metrics["loss"] for name, answer in zip(students, answers, strict=True)}
-        sound = {n: a.parameters for n, a in zip(students, answers, strict=True) if _finite(losses[n], a.parameters)}
+        came = {list(students)[answer.number]: answer for answer in answers}
+        sound = {name: a for name, a in came.items() if _finite(a.metrics.get("loss", math.nan), a.parameters)}
         own = {BACKBONE: self.world.config.model.name}
-        record["distillation"] = {own.get(n, n): loss if n in sound else None for n, loss in losses.items()}
-        return {**students, **sound}
+        losses = {name: sound[name].metrics["loss"] if name in sound else None for name in students}
+        record["distillation"] = {own.get(name, name): loss for name, loss in losses.items()}
+        return {**students, **{name: answer.parameters for name, answer in sound.items()}}
 
     def _server_task(self, state: DistillationState, name: str, number: int) -> ClientTask:
         last = len(self.family[name].chain)

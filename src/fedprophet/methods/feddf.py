@@ -6,7 +6,7 @@ learn, on the public samples x, the mean of what all client models k of the roun
     p(x) = softmax(1/K · Σ_k f_k(x)),    minimise KL(p(x) ‖ softmax(f(x)))
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,7 +16,9 @@ from fedprophet.client.task import BACKBONE, ClientTask, ClientUpdate
 from fedprophet.methods.base import usable
 from fedprophet.methods.baseline import Joining
 from fedprophet.methods.distillation import Distillation, DistillationState
+from fedprophet.server.aggregate import Parameters
 from fedprophet.server.coordinator import Record
+from fedprophet.server.robust import RULES, mean
 
 
 def mean_prediction(logits: Tensor) -> dict[str, Tensor]:
@@ -32,10 +34,21 @@ class FedDF(Distillation):
         self, state: DistillationState, tasks: Sequence[ClientTask], updates: Sequence[ClientUpdate], record: Record
     ) -> Joining[DistillationState]:
         """Average by architecture, then distil into each."""
-        found = usable(tasks, updates, record)
+        found = usable(self.world, tasks, updates, record, self.layers)
         if not found:
             return None
-        logits = yield from self.predictions(state, tasks, found)
-        averaged = self.average(state, tasks, found)
-        models = yield from self.distil(state, averaged, mean_prediction(logits), record)
+        logits = yield from self.predictions(state, tasks, found, record)
+        models: Mapping[str, Parameters] = self.average(state, tasks, found)
+        if len(logits):
+            models = yield from self.distil(state, models, mean_prediction(self.agreed(logits)), record)
         return replace(state, model=models[BACKBONE], models=models)
+
+    def agreed(self, logits: Tensor) -> Tensor:
+        """Return scores whose mean is what the client models say together, by the configured rule.
+
+        A rule other than the mean leaves one set of scores. "clip" measures a model's scores from zero.
+        """
+        if RULES[self.world.config.aggregate.rule] is mean:
+            return logits
+        nothing = {"scores": torch.zeros_like(logits[0])}
+        return self.world.joined(nothing, [(1.0, {"scores": scores}) for scores in logits])["scores"].unsqueeze(0)

@@ -21,7 +21,7 @@ from fedprophet.errors import ConfigError
 from fedprophet.methods.base import World, named, usable
 from fedprophet.methods.baseline import Joining
 from fedprophet.methods.distillation import Distillation, DistillationState
-from fedprophet.server.aggregate import Parameters, partial_average
+from fedprophet.server.aggregate import Parameters
 from fedprophet.server.coordinator import Record
 
 
@@ -80,10 +80,12 @@ class FedET(Distillation):
         self, state: DistillationState, tasks: Sequence[ClientTask], updates: Sequence[ClientUpdate], record: Record
     ) -> Joining[DistillationState]:
         """Average by architecture, let the server's model learn the consensus, and hand out its last layer."""
-        found = usable(tasks, updates, record)
+        found = usable(self.world, tasks, updates, record, self.layers)
         if not found:
             return None
-        logits = yield from self.predictions(state, tasks, found)
+        logits = yield from self.predictions(state, tasks, found, record)
+        if not len(logits):  # without predictions there is nothing to learn
+            return replace(state, models=self.average(state, tasks, found))
         targets = consensus(logits, self.world.config.distillation.diversity)
         student = {**state.model, **self._average_last_layer(state, tasks, found)}
         model = (yield from self.distil(state, {BACKBONE: student}, targets, record))[BACKBONE]
@@ -103,4 +105,4 @@ class FedET(Distillation):
             (update.weight, {server[part]: update.parameters[own] for part, own in names[update.client].items()})
             for update in found
         ]
-        return named(partial_average(named(state.model, server.values()), layers), server.values())
+        return named(self.world.joined(named(state.model, server.values()), layers), server.values())

@@ -7,8 +7,7 @@ from typing import Any
 
 from fedprophet.client.task import ClientTask, ClientUpdate, FrozenModule, TaskKind, Timeline
 from fedprophet.errors import TrainingError
-from fedprophet.methods.base import CLIENT_NORM_LAYERS, NORM_LAYERS, World, fold, named, spare
-from fedprophet.server.accuracy import Accuracy, personalised
+from fedprophet.methods.base import CLIENT_NORM_LAYERS, NORM_LAYERS, World, drop, fold, judged, named, spare
 from fedprophet.server.aggregate import Parameters, mean_metric
 from fedprophet.server.assignment import assign
 from fedprophet.server.convergence import Best, better, score
@@ -16,16 +15,22 @@ from fedprophet.server.coordinator import Conversation, Record
 from fedprophet.server.perturbation import AdjustmentRule, Perturbation, accuracy_ratio
 from fedprophet.threat import ThreatModel, feature_threat, with_steps
 
+MEASURE_TRIES = 3
+"""So many rounds in a row in which nobody measures a module's features stop a run."""
+
 Ask = Generator[Sequence[ClientTask], Sequence[ClientUpdate], Any]
 
 
 @dataclass(frozen=True)
 class Fixed:
-    """A module that is done: its best round, the accuracies there, the attack it was trained under, and its hash."""
+    """A module that is done: its best round, the accuracies there, the attack it was trained under, and its hash.
+
+    Where nobody evaluated it, it has no accuracies, and its round is the stage's last.
+    """
 
     round: int
-    clean: float
-    adversarial: float
+    clean: float | None
+    adversarial: float | None
     alpha: float
     radius: float
     digest: str
@@ -50,19 +55,20 @@ class CascadeState:
 
     @property
     def reference(self) -> float:
-        """C*/A* at the end of the stage before; 1 in the first."""
-        return accuracy_ratio(self.fixed[-1].clean, self.fixed[-1].adversarial) if self.fixed else 1.0
+        """C*/A* at the end of the stage before, or of the last one that was evaluated; 1 in the first."""
+        known = [(f.clean, f.adversarial) for f in self.fixed if f.clean is not None and f.adversarial is not None]
+        return accuracy_ratio(*known[-1]) if known else 1.0
 
 
 class FedProphet:
     """Train module after module; between rounds nothing is kept here, all of it is in the state."""
 
     state = CascadeState
-    norm_layers = NORM_LAYERS
     client_norm_layers = CLIENT_NORM_LAYERS
 
     def __init__(self, world: World) -> None:
         self.world = world
+        self.norm_layers = world.norm_layers(NORM_LAYERS)
         settings = world.config.perturbation
         # The rule counts evaluations, the setting rounds.
         every = math.ceil(settings.every / world.config.evaluate.every)
@@ -116,7 +122,7 @@ class FedProphet:
         """Ask the cohort what it can spare, assign modules, train them, and average what came back."""
         world = self.world
         reports = yield [self._task("report", state, client) for client in world.cohort(state.round)]
-        available = spare(reports)
+        available = spare(reports, record)
         assigned = dict.fromkeys(available, state.stage)
         if world.config.assignment.enabled:
             assigned = assign(world.cost, world.modules, state.stage, available)
@@ -124,16 +130,18 @@ class FedProphet:
         record["assigned"] = {str(client): last + 1 for client, last in assigned.items()}
         updates = yield tasks
         record["times"] = world.times(tasks, updates, available)
-        average = fold({**state.model, **state.heads}, tasks, updates, record)
+        average = fold(world, {**state.model, **state.heads}, tasks, updates, record)
         if average is None:
             return replace(state, failures=state.failures + 1)
         return replace(state, failures=0, model=named(average, state.model), heads=named(average, state.heads))
 
     def _evaluate(self, state: CascadeState, record: Record) -> Ask:
-        """Let clients evaluate w*_1 ∘ … ∘ w_m; keep the best round, adjust the perturbation."""
-        accuracy = yield from self._accuracy(state)
-        record |= {"clean": accuracy.clean, "adversarial": accuracy.adversarial, "samples": accuracy.samples}
-        if not self.world.stage_rule.counts(state.stage_round):
+        """Let clients evaluate w*_1 ∘ … ∘ w_m; keep the best round, adjust the perturbation.
+
+        A round that nobody has evaluated has no accuracy: it cannot become the best, and moves nothing.
+        """
+        accuracy = yield from self._accuracy(state, record)
+        if accuracy is None or not self.world.stage_rule.counts(state.stage_round):
             return state
         alpha = state.perturbation.alpha if state.perturbation else 1.0
         points = score(accuracy.clean, accuracy.adversarial, state.reference)
@@ -147,41 +155,65 @@ class FedProphet:
             state = replace(state, perturbation=adjusted)
         return state
 
-    def _accuracy(self, state: CascadeState) -> Generator[Sequence[ClientTask], Sequence[ClientUpdate], Accuracy]:
+    def _accuracy(self, state: CascadeState, record: Record) -> Ask:
         settings = self.world.config.evaluate
         clients = self.world.sample(settings.clients, state.round, "evaluate")
         threat = self.world.image_threat(settings.steps)
-        return personalised((yield [self.evaluation_task(state, client, threat) for client in clients]))
+        tasks = [self.evaluation_task(state, client, threat) for client in clients]
+        return judged(tasks, (yield tasks), record)
 
     def _fix_module(self, state: CascadeState, record: Record) -> Ask:
-        """Restore the stage's best round, fix its module, and measure how far an attack moves its output (Eq. 11)."""
-        best = state.best
-        assert best is not None  # the last round of a stage is always evaluated
-        stage, settings = state.stage, self.world.config.perturbation
+        """Restore the stage's best round, fix its module, and measure how far an attack moves its output (Eq. 11).
+
+        Where nobody evaluated the stage, its last round is kept. Where nobody measures, there is no radius to train
+        the next module with: the stage goes on for another round, at whose end the module is fixed anew.
+        """
+        stage, best = state.stage, state.best
+        alpha = state.perturbation.alpha if state.perturbation else 1.0
+        kept = Best(state.round, math.nan, math.nan, math.nan, alpha) if best is None else best
+        restored = self._restored(state, kept)
+        module, radius = self.world.modules[stage], self._threat(restored).radius
+        digest = self.world.frozen.add(named(restored.model, self.world.chain.shared(module.first, module.last)))
+        clean, adversarial = (best.clean, best.adversarial) if best else (None, None)
+        fixed = Fixed(kept.round, clean, adversarial, kept.alpha, radius, digest)
+        restored = replace(restored, fixed=(*state.fixed, fixed))
+        perturbation, magnitude = None, dict[str, float]()
+        if stage + 1 < len(self.world.modules):
+            measured = yield from self._magnitude(restored, record)
+            if measured is None:
+                return self._postponed(state, record)
+            magnitude = {"magnitude": measured}
+            perturbation = Perturbation(measured, restored.reference, self.world.config.perturbation.start)
+        record["fixed"] = {"module": stage + 1, **vars(fixed), **magnitude}
+        return replace(restored, stage=stage + 1, stage_round=0, perturbation=perturbation, best=None)
+
+    def _restored(self, state: CascadeState, best: Best) -> CascadeState:
+        """Go back to the best round of the stage, the clients' own layers included."""
         if state.perturbation is not None:
             state = replace(state, perturbation=replace(state.perturbation, alpha=best.alpha))
-        module, radius = self.world.modules[stage], self._threat(state).radius
-        digest = self.world.frozen.add(named(state.best_model, self.world.chain.shared(module.first, module.last)))
-        discarded = ((best.round, state.round),) if best.round < state.round else ()
-        state = replace(
-            state,
-            model=state.best_model,
-            heads=state.best_heads,
-            discarded=state.discarded + discarded,
-            fixed=(*state.fixed, Fixed(best.round, best.clean, best.adversarial, best.alpha, radius, digest)),
-        )
-        record["fixed"] = {"module": stage + 1, **vars(state.fixed[-1])}
-        perturbation = None
-        if stage + 1 < len(self.world.modules):
-            magnitude = yield from self._magnitude(state, record)
-            record["fixed"]["magnitude"] = magnitude
-            perturbation = Perturbation(magnitude, accuracy_ratio(best.clean, best.adversarial), settings.start)
-        return replace(state, stage=stage + 1, stage_round=0, perturbation=perturbation, best=None)
+        if best.round == state.round:
+            return state
+        discarded = (*state.discarded, (best.round, state.round))
+        return replace(state, model=state.best_model, heads=state.best_heads, discarded=discarded)
 
-    def _magnitude(
-        self, state: CascadeState, record: Record
-    ) -> Generator[Sequence[ClientTask], Sequence[ClientUpdate], float]:
-        """E[max ‖Δz_m‖] over the clients' training samples, under the attack that module m was trained with."""
+    def _postponed(self, state: CascadeState, record: Record) -> CascadeState:
+        """Let the stage go on, unless nobody has measured for rounds: then the clients are out of reach."""
+        rule, module = self.world.stage_rule, state.stage + 1
+        since_best = state.round - state.best.round if state.best else 0
+        overdue = 1 + max(state.stage_round - rule.rounds, since_best - rule.patience)
+        if overdue >= MEASURE_TRIES:
+            raise TrainingError(
+                f"nobody has measured how far an attack moves the features of module {module}, in {overdue} rounds in "
+                "a row. See that clients are connected and that flower.deadline leaves them the time; then resume"
+            )
+        record["postponed"] = {"module": module, "reason": "nobody measured", "tries": overdue}
+        return state
+
+    def _magnitude(self, state: CascadeState, record: Record) -> Ask:
+        """E[max ‖Δz_m‖] over the clients' training samples, under the attack that module m was trained with.
+
+        It is that of the clients that answered; None where none of them did.
+        """
         settings, module = self.world.config.measure, self.world.modules[state.stage]
         threat = with_steps(self._threat(state), settings.steps)
         clients = self.world.sample(settings.clients, state.round, "measure")
@@ -190,19 +222,20 @@ class FedProphet:
             replace(self._task("measure", state, client), last=module.last, threat=threat, parameters=parameters)
             for client in clients
         ]
-        answers = [answer for answer in (yield tasks) if answer.weight > 0]
-        finite = [answer for answer in answers if math.isfinite(answer.metrics["magnitude"])]
-        record["dropped"] |= {
-            str(answer.client): f"its measured perturbation is {answer.metrics['magnitude']}"
-            for answer in answers
-            if not math.isfinite(answer.metrics["magnitude"])
-        }
-        if not finite:
-            raise TrainingError(
-                f"module {state.stage + 1} has diverged: no client could measure how far an attack moves its features. "
-                "A new run with a lower train.learning_rate usually helps"
-            )
-        return mean_metric(finite, "magnitude")
+        answers = yield tasks
+        counted = [(a, a.metrics.get("magnitude", math.nan)) for a in answers if 0 < a.weight < math.inf]
+        finite = [answer for answer, magnitude in counted if 0 <= magnitude < math.inf]
+        if len(finite) < len(counted):
+            lost = {a.client: f"its measured perturbation is {m}" for a, m in counted if not 0 <= m < math.inf}
+            drop(record, lost)
+        if finite:
+            return mean_metric(finite, "magnitude")
+        if len(answers) < len(tasks):
+            return None
+        raise TrainingError(
+            f"module {state.stage + 1} has diverged: no client could measure how far an attack moves its features. "
+            "A new run with a lower train.learning_rate usually helps"
+        )
 
     # Tasks.
 

@@ -10,12 +10,11 @@ round's attacked clients A, weighted by how similar their clean statistics (μ, 
 Clean images are judged with the clean statistics and attacked ones with the adversarial statistics.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from fedprophet.client.statistics import ADVERSARIAL, statistics_names
 from fedprophet.client.task import SERVER, ClientTask, ClientUpdate, Resources
@@ -24,6 +23,7 @@ from fedprophet.methods.base import CLIENT_NORM_LAYERS, NORM_LAYERS, World, name
 from fedprophet.methods.baseline import Baseline, BaselineState, Joining
 from fedprophet.server.aggregate import Parameters, partial_average
 from fedprophet.server.coordinator import Record
+from fedprophet.server.robust import Update
 from fedprophet.threat import ThreatModel
 
 
@@ -34,12 +34,15 @@ def similarity(one: Parameters, other: Parameters) -> float:
 
 
 def propagate(
-    clean: Parameters, sources: Sequence[tuple[Parameters, Parameters]], temperature: float
-) -> dict[str, Tensor]:
+    clean: Parameters,
+    sources: Sequence[tuple[Parameters, Parameters]],
+    temperature: float,
+    join: Callable[[Parameters, Sequence[Update]], Parameters] = partial_average,
+) -> Parameters:
     """Return adversarial statistics for a client with these clean ones; a source has clean and adversarial ones."""
     similarities = torch.tensor([similarity(clean, theirs) for theirs, _ in sources], dtype=torch.float64)
     weights = torch.softmax(similarities / temperature, dim=0).tolist()
-    return partial_average({}, [(w, adversarial) for w, (_, adversarial) in zip(weights, sources, strict=True)])
+    return join(clean, [(w, adversarial) for w, (_, adversarial) in zip(weights, sources, strict=True)])
 
 
 class FedRBN(Baseline[BaselineState]):
@@ -74,26 +77,34 @@ class FedRBN(Baseline[BaselineState]):
         self, state: BaselineState, tasks: Sequence[ClientTask], updates: Sequence[ClientUpdate], record: Record
     ) -> Joining[BaselineState]:
         """Average the models, then send adversarial statistics to the clients that trained without attack."""
-        found = usable(tasks, updates, record)
+        found = usable(self.world, tasks, updates, record, self._layers)
         if not found:
             return None
         yield self._propagation(state, tasks, found)
-        model = partial_average(state.model, [(update.weight, update.parameters) for update in found])
+        model = self.world.joined(state.model, [(update.weight, update.parameters) for update in found])
         return replace(state, model=model)
+
+    def _layers(self, task: ClientTask) -> Mapping[str, torch.Size]:
+        """Return the statistics that a client has to send: a second set where it attacks."""
+        shapes = {name: self.world.chain.tensors[name].shape for name in self._statistics}
+        second = {ADVERSARIAL + name: shape for name, shape in shapes.items()} if task.adversarial_statistics else {}
+        return {**shapes, **second}
 
     def _propagation(
         self, state: BaselineState, tasks: Sequence[ClientTask], found: Sequence[ClientUpdate]
     ) -> list[ClientTask]:
         attacked = {task.client for task in tasks if task.adversarial_statistics}
         names = self._statistics
+        # What a client has just trained may lie on a GPU, and what it had stored before does not.
+        local = {update.client: {name: value.cpu() for name, value in update.local.items()} for update in found}
         sources = [
-            (named(update.local, names), {name: update.local[ADVERSARIAL + name] for name in names})
-            for update in found
-            if update.client in attacked
+            (named(layers, names), {name: layers[ADVERSARIAL + name] for name in names})
+            for client, layers in local.items()
+            if client in attacked
         ]
-        receivers = [update for update in found if sources and update.client not in attacked]
+        receivers = [client for client in local if sources and client not in attacked]
         temperature = self.world.config.propagation.temperature
-        given = {u.client: propagate(named(u.local, names), sources, temperature) for u in receivers}
+        given = {c: propagate(named(local[c], names), sources, temperature, self.world.joined) for c in receivers}
         return [
             replace(
                 self.task(state, client),

@@ -5,20 +5,24 @@ but the last, R_max being what the whole model takes. The three methods differ i
 nothing else. Each coordinate is averaged over the clients that trained it; what nobody trained stays.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
+import torch
 from torch import Tensor
 
 from fedprophet.cascade.channels import Channels, Kept, Rule, channels_of, first_channels, kept_channels
 from fedprophet.cascade.cost import ChainCost, cost_of
-from fedprophet.cascade.narrow import narrow_chain, scatter_average, slice_state
+from fedprophet.cascade.narrow import merge_local, narrow_chain, scatter_average, slice_state
 from fedprophet.client.task import ClientTask, ClientUpdate, Resources
 from fedprophet.errors import ModelError
 from fedprophet.methods.base import World, usable
 from fedprophet.methods.baseline import Baseline, BaselineState, Joining
+from fedprophet.server.aggregate import Parameters
 from fedprophet.server.coordinator import Record
+from fedprophet.server.robust import RULES, mean
 
 COSTS_KEPT = 1024
 """Costs of sub-networks that are remembered: clients' widths come back."""
@@ -76,8 +80,31 @@ class PartialTraining(Baseline[BaselineState]):
         """Average each coordinate over the clients whose sub-network has it."""
         yield from ()
         kept: dict[int, Kept] = {task.client: task.kept for task in tasks}
-        found = usable(tasks, updates, record)
+        found = usable(self.world, tasks, updates, record)
         if not found:
             return None
         parts = [(update.weight, kept[update.client], update.parameters) for update in found]
-        return replace(state, model=scatter_average(self.channels, state.model, parts))
+        return replace(state, model=self._scattered(state.model, parts))
+
+    def _scattered(self, model: Parameters, parts: Sequence[tuple[float, Kept, Parameters]]) -> Parameters:
+        """Join sub-networks coordinate by coordinate, by the configured rule."""
+        if RULES[self.world.config.aggregate.rule] is mean:
+            return scatter_average(self.channels, model, parts)  # the same without a full tensor for each client
+        return self.world.joined(model, [(w, _Spread(self.channels, kept, model, part)) for w, kept, part in parts])
+
+
+class _Spread(Mapping[str, Tensor]):
+    """A sub-network's tensors in the full model's shapes, with NaN where it has no channel; each is made on demand."""
+
+    def __init__(self, channels: Channels, kept: Kept, full: Parameters, part: Parameters) -> None:
+        self._channels, self._kept, self._full, self._part = channels, kept, full, part
+
+    def __getitem__(self, name: str) -> Tensor:
+        holes = torch.full_like(self._full[name], math.nan, dtype=torch.float64)
+        return merge_local(self._channels, self._kept, {name: holes}, {name: self._part[name]})[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._part)
+
+    def __len__(self) -> int:
+        return len(self._part)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fedprophet.report.runs import Kind, Measured, RunSummary, read_run
-from fedprophet.runs.config import Config
+from fedprophet.runs.config import MACHINE_KEYS, Config
 from fedprophet.runs.session import CUSTOM
 from fedprophet.runs.toml import shown
 
@@ -25,7 +25,9 @@ PAPER_NAMES: Mapping[str, str] = {
 REFERENCE = "jfat"
 """The method that speed-ups are over."""
 
-IRRELEVANT = frozenset({"seed", "threads", "data.root", "data.cache", "checkpoint.every", "checkpoint.keep"})
+NUMERICS = ("engine", "precision")
+"""Keys that decide how numbers are rounded, if anything. Runs that differ in them share a row; a note names them."""
+IRRELEVANT = MACHINE_KEYS.union(NUMERICS, {"seed", "data.root", "data.cache", "checkpoint.every", "checkpoint.keep"})
 """Keys in which the runs of one row may differ: they decide where and how often, not what is trained."""
 SETTING_KEYS = ("data.name", "data.size", "data.test_per_class", "data.validation")
 SETTING_SECTIONS = ("shards.", "population.", "fleet.")
@@ -78,7 +80,7 @@ class Speedup:
 
 @dataclass(frozen=True)
 class Row:
-    """Runs that differ in their seed alone.
+    """Runs that differ in their seed alone, and perhaps in the engine that carried them out.
 
     `differs` are the keys that tell it from other rows of its method. Its label names those of them whose value is not
     that of most of these rows (`unusual`).
@@ -133,6 +135,15 @@ class Row:
     def time(self, part: str) -> Statistic | None:
         """Return the simulated seconds of a part: total, computation, access or communication."""
         return self.over(lambda run: getattr(run.time, part) if run.time else None)
+
+    def wire(self, part: str) -> Statistic | None:
+        """Return the bytes on the wire of a part: sent, received, total or jfat."""
+        return self.over(lambda run: getattr(run.wire, part) if run.wire else None)
+
+    @property
+    def faults(self) -> int:
+        """How often, over all its runs, an answer of a client was missing or could not be used."""
+        return sum(run.faults for run in self.runs)
 
 
 def _cell(run: RunSummary, kind: Kind, attack: str) -> Measured | None:
@@ -192,11 +203,26 @@ def _one_for_each_seed(runs: Sequence[RunSummary]) -> tuple[list[RunSummary], li
     """Leave out repetitions: a run with the settings and the seed of another says nothing of its own."""
     kept, notes = [], []
     for same in _grouped(runs, lambda run: (run.config.method, run.config.seed, *_recipe(run))):
-        best = max(same, key=lambda run: (run.finished, run.rounds))
+        best = max(same, key=lambda run: (run.finished, run.rounds, run.wire is not None))
         kept.append(best)
-        others = (run.path for run in same if run is not best)
-        notes += [f"{other} has the settings and the seed of {best.path}: it is left out" for other in others]
+        others = (run for run in same if run is not best)
+        notes += [
+            f"{other.path} has the settings and the seed of {best.path}{_elsewhere(other, best)}: it is left out"
+            for other in others
+        ]
     return kept, notes
+
+
+def numerics(run: RunSummary) -> str:
+    """Return what carried a run out: `engine plain`, or `engine cuda, bfloat16` where the precision plays a part."""
+    config = run.config
+    precision = {"cuda": f", {config.precision}", "auto": f", {config.precision} on a GPU"}.get(config.engine, "")
+    return f"engine {config.engine}{precision}"
+
+
+def _elsewhere(run: RunSummary, best: RunSummary) -> str:
+    ours, theirs = numerics(run), numerics(best)
+    return "" if ours == theirs else f" ({ours}, there {theirs})"
 
 
 def _recipe(run: RunSummary) -> tuple[tuple[str, str], ...]:

@@ -3,7 +3,16 @@
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from fedprophet.report.compare import ATTACKS, NOT_SET, REFERENCE, Comparison, Setting, candidates, relevant_settings
+from fedprophet.report.compare import (
+    ATTACKS,
+    NOT_SET,
+    REFERENCE,
+    Comparison,
+    Setting,
+    candidates,
+    numerics,
+    relevant_settings,
+)
 from fedprophet.report.runs import KINDS
 from fedprophet.runs.files import how_to_resume
 
@@ -16,6 +25,10 @@ READING = (
     "Time is simulated on the devices of the fleet: a round lasts as long as its slowest client. Network time (the "
     "slowest link of each round) is not part of it.",
 )
+WIRE = (
+    "Wire: bytes of all messages between server and clients, as the server counted them. jFAT's: what the whole model, "
+    "sent to as many clients and back, would have been."
+)
 SEVERAL_SEEDS = "Rows with several seeds show mean ± sample standard deviation; a speed-up is the ratio of mean times."
 FAST_MARK = "†"
 FAST = f"{FAST_MARK} aa-fast: APGD-CE and APGD-T alone. Under the whole AutoAttack the accuracy can only be lower."
@@ -24,7 +37,8 @@ FAST = f"{FAST_MARK} aa-fast: APGD-CE and APGD-T alone. Under the whole AutoAtta
 def reading(comparison: Comparison) -> list[str]:
     """Return how to read the tables."""
     rows = [row for setting in comparison.settings for row in setting.rows]
-    return [*READING, *([SEVERAL_SEEDS] if any(len(row.runs) > 1 for row in rows) else [])]
+    wire = [WIRE] if any(run.wire for row in rows for run in row.runs) else []
+    return [*READING, *wire, *([SEVERAL_SEEDS] if any(len(row.runs) > 1 for row in rows) else [])]
 
 
 def setting_notes(setting: Setting) -> list[str]:
@@ -79,6 +93,13 @@ def _rows_differ(setting: Setting) -> Iterator[str]:
             yield f"Rows differ in {key}: {_each((keys.get(key, NOT_SET), row.label) for row, keys in rows)}."
 
 
+def _engines_differ(setting: Setting) -> Iterator[str]:
+    """Runs on different engines share a row; on a GPU their numbers are rounded otherwise."""
+    used = [(numerics(run), f"{row.label} seed {run.config.seed}") for row in setting.rows for run in row.runs]
+    if len({how for how, _ in used}) > 1:
+        yield f"Runs were carried out by different engines: {_each(used)}."
+
+
 def _unfinished(setting: Setting) -> Iterator[str]:
     for run in (run for row in setting.rows if not row.finished for run in row.runs):
         last = run.last
@@ -94,6 +115,13 @@ def _of_runs(setting: Setting) -> Iterator[str]:
     unknown = [str(run.path) for run in setting.runs if run.time is not None and run.memory is None and run.rounds]
     if unknown:
         yield f"Memory is not in the journal of {', '.join(unknown)}: an earlier version made it."
+
+
+def _faults(setting: Setting) -> Iterator[str]:
+    """Name the rows some of whose clients failed: their accuracies come of fewer answers than were asked for."""
+    found = [f"{row.faults} times in {row.label}" for row in setting.rows if row.faults]
+    if found:
+        yield f"Answers of clients that were missing or could not be used: {', '.join(found)}; the journals say why."
 
 
 def _attacks(setting: Setting) -> Iterator[str]:
@@ -148,8 +176,10 @@ _KINDS_OF_NOTES: Sequence[Callable[[Setting], Iterable[str]]] = (
     _norm_layers,
     _samples,
     _rows_differ,
+    _engines_differ,
     _unfinished,
     _of_runs,
+    _faults,
     _attacks,
     _speedups,
 )

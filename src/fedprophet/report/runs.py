@@ -12,7 +12,7 @@ from fedprophet.errors import CheckpointError
 from fedprophet.runs.config import Config, load_config
 from fedprophet.runs.files import how_to_resume
 from fedprophet.runs.journal import Journal
-from fedprophet.runs.results import simulated_seconds, training_memory
+from fedprophet.runs.results import fault_count, simulated_seconds, training_memory, wire_bytes
 from fedprophet.runs.run import RunFiles
 from fedprophet.server.coordinator import Record
 
@@ -68,6 +68,20 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class Wire:
+    """Bytes that went over the network in a whole run, as the server saw them, and those that jFAT would have moved."""
+
+    sent: Count
+    received: Count
+    jfat: Count
+
+    @property
+    def total(self) -> int:
+        """Both ways together."""
+        return self.sent + self.received
+
+
+@dataclass(frozen=True)
 class RunSummary:
     """A run as a comparison sees it; what its folder does not hold is None or empty."""
 
@@ -81,6 +95,8 @@ class RunSummary:
     last: Reached | None = None
     time: Time | None = None
     memory: Memory | None = None
+    wire: Wire | None = None
+    faults: int = 0
     norm_layers: Mapping[str, str] = field(default_factory=dict)
     public_samples: int = 0
     dataset: str | None = None
@@ -156,6 +172,8 @@ def read_run(path: Path) -> RunSummary:
         last=results.last if results else _last_evaluated(records, files.journal),
         time=None if costs is None else _time(records, costs),
         memory=None if costs is None else _memory(records),
+        wire=_wire(records, files.journal),
+        faults=fault_count(records),
         norm_layers=results.norm_layers if results else {},
         public_samples=results.public_samples if results else 0,
         dataset=_dataset(files.inputs),
@@ -251,3 +269,11 @@ def _time(records: Sequence[Record], costs: Sequence[Sequence[_ClientCost]]) -> 
 def _memory(records: Sequence[Record]) -> Memory | None:
     found = training_memory(records)
     return Memory(int(found["least_bytes"]), int(found["peak_bytes"])) if found else None
+
+
+def _wire(records: Sequence[Record], journal: Path) -> Wire | None:
+    counted = [record for record in records if "wire" in record]
+    for record in counted:
+        _of_record(TypeAdapter(Wire), record["wire"], record, journal)
+    found = wire_bytes(counted)
+    return Wire(**found) if found else None

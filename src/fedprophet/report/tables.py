@@ -12,6 +12,7 @@ from fedprophet.report.notes import FAST_MARK, reading, setting_notes
 from fedprophet.report.runs import KINDS, Kind, Reached, RunSummary
 
 NONE = "–"
+WIRE_PARTS = ("sent", "received", "total", "jfat")
 TIMES = ("total", "computation", "access", "communication")
 _UNITS = (("days", 86_400, 10 * 86_400), ("h", 3_600, 2 * 3_600), ("min", 60, 2 * 60))
 """Units of time, their seconds, and from how many seconds on people use them: a day is too coarse for a few days."""
@@ -93,8 +94,8 @@ def _accuracy_text(accuracy: Accuracy | None) -> str:
 
 
 def text_tables(setting: Setting) -> list[TextTable]:
-    """Return the tables of a setting: accuracy, cost, and the best and last rounds where methods have them."""
-    tables = (_accuracy_table(setting), _cost_table(setting), _rounds_table(setting))
+    """Return the tables of a setting: accuracy, cost, and what only some runs have: bytes on the wire, best rounds."""
+    tables = (_accuracy_table(setting), _cost_table(setting), _wire_table(setting), _rounds_table(setting))
     return [table for table in tables if table.rows]
 
 
@@ -134,6 +135,20 @@ def _cost_table(setting: Setting) -> TextTable:
 def _plain(value: Statistic | None) -> Statistic | None:
     """Return the mean alone: a table that shows every deviation is too wide to be read."""
     return Statistic(value.mean, None, value.count) if value else None
+
+
+def _wire_table(setting: Setting) -> TextTable:
+    headings = [("", "Method"), ("Wire", "sent"), ("Wire", "received"), ("Wire", "total"), ("jFAT's", "total")]
+    headings += [("jFAT's", "share"), ("", "Faults")]
+    rows = []
+    for row in setting.rows:
+        total, reference = row.wire("total"), row.wire("jfat")
+        if total is None or reference is None:
+            continue
+        sizes = (memory_text(round(size.mean)) for part in WIRE_PARTS if (size := row.wire(part)))
+        share = f"{100 * total.mean / reference.mean:.1f} %" if reference.mean else NONE
+        rows.append((row.label, *sizes, share, str(row.faults)))
+    return TextTable("Bytes on the wire in a whole run, and faults of clients", tuple(headings), tuple(rows))
 
 
 def _rounds_table(setting: Setting) -> TextTable:
@@ -250,6 +265,10 @@ def _csv_memory(part: str) -> Callable[[Setting, Row], str]:
     return lambda setting, row: _csv_number(None if (size := row.memory(part)) is None else size / 1e6, 6)
 
 
+def _csv_wire(part: str) -> Callable[[Setting, Row], str]:
+    return lambda setting, row: _csv_number(value.mean / 1e6 if (value := row.wire(part)) else None, 6)
+
+
 def _csv_time(part: str) -> Callable[[Setting, Row], str]:
     return lambda setting, row: _csv_number(value.mean if (value := row.time(part)) else None, 3)
 
@@ -290,6 +309,8 @@ _CSV: Mapping[str, Callable[[Setting, Row], str]] = {
     "least_memory_mb": _csv_memory("least"),
     "peak_memory_mb": _csv_memory("peak"),
     **{f"{part}_s": _csv_time(part) for part in TIMES},
+    **{f"wire_{part}_mb": _csv_wire(part) for part in WIRE_PARTS},
+    "faults": lambda setting, row: str(row.faults),
     "speedup_over_jfat": lambda setting, row: _csv_number(row.speedup.factor if row.speedup else None, 3),
     "speedup_over_row": lambda setting, row: row.speedup.over if row.speedup else "",
     "starting_weights": lambda setting, row: row.runs[0].config.model.weights,
@@ -324,6 +345,8 @@ def _row_document(row: Row) -> dict[str, Any]:
         **{kind: {column: _as_dict(row.accuracy(kind, column)) for column in ATTACKS} for kind in KINDS},
         "memory_bytes": {part: row.memory(part) for part in ("least", "peak")},
         "simulated_s": {part: _as_dict(row.time(part)) for part in TIMES},
+        "wire_bytes": {part: _as_dict(row.wire(part)) for part in WIRE_PARTS},
+        "faults": row.faults,
         "speedup": _as_dict(row.speedup),
         "runs": [_run_document(run) for run in row.runs],
     }
@@ -343,6 +366,9 @@ def _run_document(run: RunSummary) -> dict[str, Any]:
         "last": _as_dict(run.last),
         "simulated_s": {part: getattr(run.time, part) for part in TIMES} if run.time else None,
         "memory_bytes": _as_dict(run.memory),
+        "wire_bytes": {part: getattr(run.wire, part) for part in WIRE_PARTS} if run.wire else None,
+        "faults": run.faults,
+        "engine": run.config.engine,
     }
 
 

@@ -17,7 +17,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from safetensors import SafetensorError
 
 from fedprophet.errors import CheckpointError
-from fedprophet.runs.config import MACHINE_KEYS, Config, differences
+from fedprophet.runs.config import MACHINE_KEYS, Config, completed, differences
 from fedprophet.runs.files import (
     how_to_resume,
     make_folder,
@@ -143,7 +143,7 @@ class Checkpoints:
             )
         if not _authentic(document, text):
             raise _UnusableError(f"its {STATE} is damaged")
-        different = differences(self._config, document["config"], MACHINE_KEYS)
+        different = differences(self._config, completed(document["config"]), MACHINE_KEYS)
         if different:
             raise _UnusableError("it was made by another configuration: " + "; ".join(different))
         return document

@@ -22,11 +22,11 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from fedprophet.errors import ConfigError, unknown
 from fedprophet.runs.describe import Allowed, as_markdown, as_toml, explain, misfit, section_of
 from fedprophet.runs.toml import shown, toml_value
-from fedprophet.sizes import parse_budget
+from fedprophet.sizes import parse_budget, parse_size
 
 DEFAULT_PRESET = "digits"
-MACHINE_KEYS = frozenset({"threads", "engine"})
-"""Keys about the machine that carries a run out. A run may go on with others, as on another machine."""
+MACHINE_KEYS = frozenset({"threads", "engine", "flower.deadline", "flower.cache", "flower.cpus"})
+"""Keys about the machines that carry a run out. A run may go on with others, as on another machine."""
 PER_METHOD = "methods"
 """The table that holds a table for each method; a resolved configuration has none."""
 _RATIO = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*/\s*([0-9]+(?:\.[0-9]+)?)\s*")
@@ -66,6 +66,14 @@ def _check_budget(value: int | str) -> int | str:
     return value
 
 
+def _check_size(value: int | str) -> int | str:
+    try:
+        parse_size(value)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+    return value
+
+
 def _check_options(table: dict[str, Any]) -> dict[str, Any]:
     """Refuse what TOML or JSON cannot hold: the options are written to both."""
     toml_value(table).encode()
@@ -88,6 +96,11 @@ Budget = Annotated[
     int | str,
     AfterValidator(_check_budget),
     Allowed("text or integer", 'a size such as "60MB", "64MiB" or a number of bytes, or a share such as "25%"'),
+]
+Size = Annotated[
+    int | str,
+    AfterValidator(_check_size),
+    Allowed("text or integer", 'a size such as "2GB", "512MiB" or a number of bytes'),
 ]
 Options = Annotated[
     dict[str, Any],
@@ -319,6 +332,50 @@ class PropagationSection(Section):
     )
 
 
+class AggregateSection(Section):
+    """How the server joins what clients have trained; all rules but "mean" resist bad updates."""
+
+    rule: Literal["mean", "clip", "trimmed-mean", "median"] = Field(
+        default="mean",
+        description='"mean": weighted by shard size, as in the paper; "clip": the same, of updates cut to a largest l2 '
+        'norm; "trimmed-mean": each coordinate without its smallest and largest values; "median": of each coordinate. '
+        "The last two count all clients alike.",
+    )
+    clip: float = Field(
+        default=0.0,
+        ge=0,
+        description='"clip": largest l2 norm of an update; 0: the median norm of the round\'s updates.',
+    )
+    trim: float = Field(
+        default=0.2, ge=0, lt=0.5, description='"trimmed-mean": share of the values left out at each end, rounded up.'
+    )
+
+    def trimmed(self, senders: int) -> int:
+        """How many of n senders' values are left out at each end: ⌈trim · n⌉, but never all of them."""
+        return min(math.ceil(Fraction(repr(self.trim)) * senders), max(senders - 1, 0) // 2)
+
+
+class FlowerSection(Section):
+    """Runs on Flower, in simulation and on real devices."""
+
+    deadline: float = Field(
+        default=600.0,
+        gt=0,
+        description="Seconds that a phase of a round may take; who has not answered by then is left out of it.",
+    )
+    minimum: int = Field(
+        default=1,
+        ge=1,
+        description="Least usable updates of a round, on any engine; with fewer nothing is averaged, and the round "
+        "counts.",
+    )
+    updates: Literal["float32", "bfloat16"] = Field(
+        default="float32", description='Numbers in which clients send their updates; "bfloat16" halves them.'
+    )
+    cache: Size = Field(default="2GB", description="Disk space of a node for modules that are fixed.")
+    cpus: int = Field(default=1, ge=1, description="Simulation: CPU cores of one client.")
+
+
 class CheckpointSection(Section):
     """How often a run is saved."""
 
@@ -341,11 +398,11 @@ class Config(Section):
         description="CPU cores to use: workers of one thread each, or threads of the plain engine; 0 takes torch's own "
         "number, which the run then records.",
     )
-    engine: Literal["auto", "plain", "workers", "cuda"] = Field(
+    engine: Literal["auto", "plain", "workers", "cuda", "flower-sim"] = Field(
         default="auto",
         description='What carries the clients\' work out: "plain", one client after the other; "workers", clients side '
-        'by side in processes; "cuda", groups of clients on a GPU; "auto": the GPU where there is one, else workers '
-        "where there are several cores.",
+        'by side in processes; "cuda", groups of clients on a GPU; "flower-sim", Flower\'s simulation; "auto": the GPU '
+        "where there is one, else workers where there are several cores.",
     )
     precision: Literal["bfloat16", "float32"] = Field(
         default="bfloat16", description='"cuda": numbers of activations and products; parameters are always float32.'
@@ -365,6 +422,8 @@ class Config(Section):
     measure: MeasureSection = MeasureSection()
     distillation: DistillationSection = DistillationSection()
     propagation: PropagationSection = PropagationSection()
+    aggregate: AggregateSection = AggregateSection()
+    flower: FlowerSection = FlowerSection()
     checkpoint: CheckpointSection = CheckpointSection()
 
     @property
@@ -418,6 +477,11 @@ def _conflicts(config: Config) -> Iterator[str]:
     for key, count in counts.items():
         if isinstance(count, int) and count > clients:
             yield misfit(key, count, f"at most population.clients = {clients}")
+    cohort = config.population.cohort
+    if config.flower.minimum > cohort:
+        yield misfit("flower.minimum", config.flower.minimum, f"at most population.cohort = {cohort}")
+    if config.aggregate.rule == "trimmed-mean" and not config.aggregate.trim:
+        yield misfit("aggregate.trim", config.aggregate.trim, "above 0 with trimmed-mean, or nobody would be left out")
     left = config.rounds - config.warmup_rounds
     if left <= 0:
         yield misfit("train.warmup", config.train.warmup, f"fewer than rounds = {config.rounds}")
@@ -627,6 +691,19 @@ def differences(
         for key in dict.fromkeys((*ours, *theirs))
         if ours.get(key) != theirs.get(key) and key not in apart_from
     ]
+
+
+def completed(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration that was written down; keys that did not exist then have their defaults."""
+
+    def over(defaults: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, Any]:
+        merged = {**defaults, **table}
+        for name, value in defaults.items():
+            if isinstance(value, Mapping) and isinstance(table.get(name), Mapping):
+                merged[name] = over(value, table[name])
+        return merged
+
+    return over(Config().model_dump(), stored)
 
 
 def _flat(table: Config | Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -3,6 +3,7 @@
 A model holds keys and, one level down, sections; a key's type, limits and description are its only source.
 """
 
+import re
 import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ _KINDS: Mapping[object, tuple[str, str]] = {
     float: ("number", "a number"),
     str: ("text", "a text in quotes"),
 }
+_HINT = re.compile(r"\.( Did you mean '[^']*'\?)? Known:")
 _BOUNDS = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
@@ -126,14 +128,18 @@ def _locate(model: Model, loc: tuple[int | str, ...]) -> tuple[str, FieldInfo | 
 
 
 def _unknown_key(model: Model, key: str, origin: str) -> str:
-    """Say which key is unknown. The nearest match is one of its own level (`lr` too), else the same name elsewhere."""
+    """Say which key is unknown. The nearest match is one of its own level (`lr` too), else the same name elsewhere.
+
+    At the top level, which is mostly sections, the same name in one of them is nearer than a section's name.
+    """
     section, _, name = key.rpartition(".")
     names = list(next(table for where, table, _ in tables(model) if where == section).model_fields)
     text = unknown("key", name, names).replace(repr(name), repr(key) + origin, 1)
     initials = [other for other in names if "".join(word[0] for word in other.split("_")) == name]
     elsewhere = [f"{where}.{name}".strip(".") for where, _, fields in tables(model) if name in fields]
-    for guess in (*initials, *elsewhere)[:1] if "Did you mean" not in text else ():
-        text = text.replace(". Known:", f". Did you mean {guess!r}? Known:", 1)
+    near = [] if "Did you mean" in text else [*initials, *elsewhere]
+    for guess in (near if section else elsewhere or near)[:1]:
+        text = _HINT.sub(f". Did you mean {guess!r}? Known:", text, count=1)
     return text
 
 

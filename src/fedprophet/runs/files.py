@@ -12,6 +12,8 @@ from torch import Tensor
 
 from fedprophet.errors import CheckpointError
 
+IDENTITY = "flower.json"
+"""The file of a run on Flower that says by which id the nodes know it, and whether they are real ones."""
 TRY_AGAIN = "Make room there or correct its permissions, then try again"
 
 

@@ -1,20 +1,22 @@
 """What comes out of a run: accuracies, the one model that everybody can load, and the closing summary."""
 
 import importlib.util
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fedprophet.attacks import ATTACKS, Attack
+from fedprophet.client.statistics import ADVERSARIAL
 from fedprophet.client.task import SERVER, ClientTask, ClientUpdate
 from fedprophet.errors import ConfigError
 from fedprophet.runs.session import Session
-from fedprophet.server.accuracy import personalised_estimate, pooled_estimate
-from fedprophet.server.aggregate import partial_average
-from fedprophet.server.coordinator import Engine, Record
+from fedprophet.server.accuracy import evaluation_fault, personalised_estimate, pooled_estimate
+from fedprophet.server.coordinator import Accountant, Engine, Record
 from fedprophet.threat import ThreatModel
 
 CLEAN = "clean"
@@ -161,7 +163,7 @@ class Evaluator:
             for update in in_order(tasks, self.engine):
                 updates.append(update)
                 self.watch(what, len(updates), len(clients))
-        return updates
+        return [update for update in updates if evaluation_fault(update) is None]
 
     def over_test_set(self, attack: str, threat: ThreatModel | None, samples: int, what: str) -> list[ClientUpdate]:
         """Return what each part of the test set says; `samples` of it are drawn, the same ones for every attack."""
@@ -187,24 +189,40 @@ def average_local(session: Session, state: Any, engine: Engine) -> Mapping[str, 
         ClientTask("report", state.round, client, session.config.seed, timeline=timeline, wants_local=True)
         for client in sorted({client for cohort in cohorts for client in cohort})
     ]
-    answers = in_order(tasks, engine)
-    return partial_average(session.initial_local, ((answer.weight, answer.local) for answer in answers))
+    answers = (answer for answer in in_order(tasks, engine) if _sound_layers(session.initial_local, answer))
+    return session.world.joined(session.initial_local, ((answer.weight, answer.local) for answer in answers))
+
+
+def _sound_layers(known: Mapping[str, Tensor], update: ClientUpdate) -> bool:
+    """Whether a client's own layers may enter an average: those of the model, and finite."""
+    fits = (
+        name.removeprefix(ADVERSARIAL) in known
+        and value.shape == known[name.removeprefix(ADVERSARIAL)].shape
+        and bool(torch.isfinite(value).all())
+        for name, value in update.local.items()
+    )
+    return 0 < update.weight < math.inf and all(fits)
 
 
 def in_order(tasks: Sequence[ClientTask], engine: Engine) -> Iterator[ClientUpdate]:
     """Yield the updates in the order of their tasks, in whichever order an engine brings them.
 
-    A sum over clients then has the same bits on every engine; only updates that came too early are held.
+    A sum over clients then has the same bits on every engine; only updates that came too early are held. Who does not
+    answer is left out, and so are answers that nobody asked for or that come twice.
     """
     early: dict[tuple[int, int], ClientUpdate] = {}
     order = [(task.client, task.number) for task in tasks]
+    open_ = set(order)
     turn = 0
     for update in engine.map(tasks):
+        if (update.client, update.number) not in open_:
+            continue
+        open_.remove((update.client, update.number))
         early[update.client, update.number] = update
         while turn < len(order) and order[turn] in early:
             yield early.pop(order[turn])
             turn += 1
-    yield from (early[name] for name in sorted(early))
+    yield from (early[name] for name in order if name in early)
 
 
 def exported_model(session: Session, state: Any, engine: Engine) -> Mapping[str, Tensor]:
@@ -248,6 +266,31 @@ def training_memory(records: Iterable[Record]) -> dict[str, int] | None:
     return {"least_bytes": max(map(min, known)), "peak_bytes": max(map(max, known))}
 
 
+def wire_bytes(records: Iterable[Record]) -> dict[str, int] | None:
+    """Return the bytes that a run has moved, and those that jFAT would have; None where no engine counted them."""
+    counted = [record["wire"] for record in records if "wire" in record]
+    if not counted:
+        return None
+    return {part: sum(wire[part] for wire in counted) for part in ("sent", "received", "jfat")}
+
+
+def fault_count(records: Iterable[Record]) -> int:
+    """Return how often a client's answer was missing, failed or could not be used."""
+    return sum(len(faulty_clients(record)) for record in records)
+
+
+def faulty_clients(record: Record) -> dict[str, list[str]]:
+    """Return the clients of a round that did not do their part, each with the reasons there are."""
+    reasons: dict[str, list[str]] = {}
+    for kind, clients in record.get("missing", {}).items():
+        for client in clients:
+            reasons.setdefault(str(client), []).append(f"no answer ({kind})")
+    for key in ("dropped", "faults"):
+        for client, reason in record.get(key, {}).items():
+            reasons.setdefault(str(client), []).append(str(reason))
+    return reasons
+
+
 class Watched:
     """An engine that tells somebody about each task that is done."""
 
@@ -261,3 +304,7 @@ class Watched:
         for number, update in enumerate(self._engine.map(tasks), start=1):
             self._done(update.kind, number, len(tasks))
             yield update
+
+    def account(self) -> Record:
+        """Pass on what the engine accounts for; one that keeps no accounts has nothing to say."""
+        return self._engine.account() if isinstance(self._engine, Accountant) else {}

@@ -3,8 +3,9 @@
 import fcntl
 import json
 import os
+import shlex
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,21 +18,25 @@ from fedprophet.cascade.atoms import Chain
 from fedprophet.client.modules import digest
 from fedprophet.client.task import TaskKind
 from fedprophet.data.dataset import Dataset
+from fedprophet.engines import make_engine
 from fedprophet.errors import CheckpointError, ConfigError, TrainingError
 from fedprophet.methods.base import MethodState
 from fedprophet.runs.checkpoint import Checkpoints
 from fedprophet.runs.config import Config, load_config, to_toml
-from fedprophet.runs.files import how_to_resume, tensors_to_bytes, write_atomic
+from fedprophet.runs.files import IDENTITY, how_to_resume, tensors_to_bytes, write_atomic
 from fedprophet.runs.journal import Journal
 from fedprophet.runs.results import (
     Watched,
     conditions,
     evaluate,
     exported_model,
+    fault_count,
+    faulty_clients,
     simulated_seconds,
     training_memory,
+    wire_bytes,
 )
-from fedprophet.runs.session import CUSTOM, Session, assemble
+from fedprophet.runs.session import CUSTOM, EngineMaker, Session, assemble
 from fedprophet.server.coordinator import Engine, Record, hold
 from fedprophet.version import __version__
 
@@ -108,6 +113,11 @@ class RunFiles:
         return self.path / "checkpoints"
 
     @property
+    def flower(self) -> Path:
+        """By which id the nodes of Flower know the run; other engines make none."""
+        return self.path / IDENTITY
+
+    @property
     def clients(self) -> Path:
         """The clients' own layers."""
         return self.path / "clients"
@@ -138,8 +148,9 @@ def start(
     out: Path | None = None,
     model: nn.Module | Chain | None = None,
     dataset: Dataset | None = None,
+    engine: EngineMaker = make_engine,
 ) -> Run:
-    """Create a run directory for a configuration; nothing is trained yet."""
+    """Create a run directory for a configuration; nothing is trained yet. `engine` makes the engine of the run."""
     config = config.model_copy(update={"threads": config.threads or torch.get_num_threads()})
     if model is not None:
         config = config.model_copy(update={"model": config.model.model_copy(update={"name": CUSTOM})})
@@ -155,23 +166,42 @@ def start(
     if path.exists() and any(file.name != ".config.toml.tmp" for file in path.iterdir()):
         raise ConfigError(f"{path} is not empty. Give another folder with --out")
     # Everything the user may have got wrong is found before anything is written.
-    session = assemble(config, files.clients, model, dataset)
+    session = assemble(config, files.clients, model, dataset, engine)
     write_atomic(files.config, to_toml(config).encode())
     return Run(files, session, session.method.initial(), session.notes)
 
 
-def reopen(path: Path, model: nn.Module | Chain | None = None, dataset: Dataset | None = None) -> Run:
+def reopen(
+    path: Path,
+    model: nn.Module | Chain | None = None,
+    dataset: Dataset | None = None,
+    engine: EngineMaker = make_engine,
+) -> Run:
     """Open a run directory at its newest whole checkpoint."""
     files = RunFiles(path)
     if not files.config.exists():
         raise CheckpointError(f"there is no run in {path}: it has no config.toml. Start one with: fedprophet train")
+    if engine is make_engine and _deployed(files):
+        raise CheckpointError(
+            f"the clients of the run in {path} are on other machines, with what they have learnt of their own. Go on "
+            f"with it where it was started, with Flower: flwr run APP SERVER --run-config {_resume_config(path)}"
+        )
     config = load_config(files.config)
-    session = assemble(config, files.clients, model, dataset)
+    session = assemble(config, files.clients, model, dataset, engine)
     checkpoints = _checkpoints(files, session)
     if not checkpoints.present():
         return Run(files, session, session.method.initial(), session.notes)
     state, _, notes = checkpoints.load(session.method.state)
     return Run(files, session, state, (*session.notes, *notes))
+
+
+def _deployed(files: RunFiles) -> bool:
+    """Whether the run's clients are real nodes of Flower, which keep their own layers."""
+    return files.flower.exists() and _read_json(files.flower).get("deployed") is True
+
+
+def _resume_config(path: Path) -> str:
+    return shlex.quote(f'out="{path.absolute()}" resume=true')
 
 
 def play(run: Run, observer: Observer | None = None) -> Mapping[str, Any]:
@@ -278,7 +308,10 @@ def _stop_if_failing(state: MethodState, keeper: _Keeper, path: Path, record: Re
     if state.failures < FAILURES_ALLOWED:
         return
     keeper.save(state)
-    reasons = "; ".join(f"client {client}: {reason}" for client, reason in record["dropped"].items())
+    reasons = "; ".join(f"client {client}: {', '.join(why)}" for client, why in faulty_clients(record).items())
+    if "too_few" in record:
+        few = record["too_few"]
+        reasons = f"{few['usable']} of at least {few['minimum']}" + (f"; {reasons}" if reasons else "")
     raise TrainingError(
         f"{state.failures} rounds in a row had no usable update ({reasons or 'nobody answered'}). The run is stopped "
         f"with its checkpoint of round {state.round} in {path}. A new run with a lower train.learning_rate usually "
@@ -310,10 +343,17 @@ def _summary(run: Run, engine: Engine) -> dict[str, Any]:
         "modules": _module_rows(session),
         "memory": training_memory(records),
         "simulated": simulated_seconds(records),
+        **_wire(records),
         **session.method.results(state),
         **conditions(session),
         **evaluate(session, state, attacks, engine),
     }
+
+
+def _wire(records: Sequence[Record]) -> dict[str, Any]:
+    """Return what went over the wire, and how often an answer was missing, where the engine has kept accounts."""
+    moved = wire_bytes(records)
+    return {} if moved is None else {"wire": moved, "faults": fault_count(records)}
 
 
 def _module_rows(session: Session) -> list[dict[str, Any]]:

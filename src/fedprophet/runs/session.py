@@ -1,6 +1,6 @@
 """Everything a run consists of, put together from its configuration: data, fleet, model, method, engine."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -41,6 +41,8 @@ CACHE_MEMORY = 2 * 10**9
 CACHE_DISK = 20 * 10**9
 LAYERS_MEMORY = 500 * 10**6
 
+EngineMaker = Callable[[Parts], Engine]
+
 
 @dataclass(frozen=True)
 class Session:
@@ -69,23 +71,36 @@ class Session:
 
 
 def assemble(
-    config: Config, clients: Path | None = None, model: nn.Module | Chain | None = None, dataset: Dataset | None = None
+    config: Config,
+    clients: Path | None = None,
+    model: nn.Module | Chain | None = None,
+    dataset: Dataset | None = None,
+    engine: EngineMaker = make_engine,
 ) -> Session:
-    """Build a session; `clients` is the folder where the clients' own layers are kept (None: in memory)."""
+    """Build a session; `clients` is the folder where the clients' own layers are kept (None: in memory).
+
+    `engine` makes the engine of the parts; where Flower has started the run, that is one that uses its connections.
+    """
     # Resolved here: while it is assembled torch may have another number of threads.
     threads = cores(config)
     with threads_of(config):
-        return _assembled(config, threads, clients, model, dataset)
+        return _assembled(config, threads, clients, _Given(model, dataset, engine))
 
 
-def _assembled(
-    config: Config, threads: int, clients: Path | None, model: nn.Module | Chain | None, dataset: Dataset | None
-) -> Session:
+class _Given(NamedTuple):
+    """What takes the place of that which the configuration names."""
+
+    model: nn.Module | Chain | None
+    dataset: Dataset | None
+    engine: EngineMaker
+
+
+def _assembled(config: Config, threads: int, clients: Path | None, given: _Given) -> Session:
     with _about("method"):
         method = find_method(config.method)
-    dataset = _dataset(config, dataset)
+    dataset = load_dataset(config, given.dataset)
     population = _population(config, dataset, method.distills)
-    chain, normalize, notes = _start(config, dataset, model)
+    chain, normalize, notes = _start(config, dataset, given.model)
     cost = _cost(config, chain, dataset)
     budget = parse_budget(config.memory.budget, cost.total_memory)
     with _about(f"memory.budget = {config.memory.budget}"):
@@ -93,16 +108,16 @@ def _assembled(
     layers = ClientStore(clients, LAYERS_MEMORY)
     features = FeatureCache(CACHE_MEMORY, CACHE_DISK)
     frozen = ModuleStore()
-    family, family_notes = (
-        _family(config, dataset, Architecture(chain, cost), normalize) if method.distills else ({}, ())
-    )
-    world = World(config, chain, cost, modules, population, frozen, family)
-    workspaces = {
-        name: Workspace(member, dataset.shape, dataset.classes, frozen, layers, features)
-        for name, member in {BACKBONE: chain, **{name: member.chain for name, member in family.items()}}.items()
+    members, family_notes = _family(config, dataset, chain, normalize) if method.distills else ({}, ())
+    family = {
+        name: Architecture(member, cost if member is chain else _cost(config, member, dataset))
+        for name, member in members.items()
     }
+    world = World(config, chain, cost, modules, population, frozen, family)
+    workspaces = _workspaces({BACKBONE: chain, **members}, dataset, frozen, layers, features)
     algorithm = method.method(world)
-    engine = make_engine(Parts(population, workspaces, budget, config.model_copy(update={"threads": threads})))
+    resolved = config.model_copy(update={"threads": threads})
+    engine = given.engine(Parts(population, workspaces, budget, resolved, dataset, clients))
     return Session(
         config=config,
         dataset=dataset,
@@ -119,7 +134,35 @@ def _assembled(
     )
 
 
-def _dataset(config: Config, given: Dataset | None) -> Dataset:
+class ClientParts(NamedTuple):
+    """What a process needs that carries out clients' tasks and nothing else."""
+
+    population: Population
+    workspaces: Mapping[str, Workspace]
+
+
+def assemble_client(config: Config, dataset: Dataset, features: FeatureCache) -> ClientParts:
+    """Build the client's side of a run from its configuration. Clients' own layers stay in memory at first."""
+    with _about("method"):
+        method = find_method(config.method)
+    chain, normalize, _ = _start(config, dataset, None)
+    members, _ = _family(config, dataset, chain, normalize) if method.distills else ({}, ())
+    layers, frozen = ClientStore(None, LAYERS_MEMORY), ModuleStore()
+    workspaces = _workspaces({BACKBONE: chain, **members}, dataset, frozen, layers, features)
+    return ClientParts(_population(config, dataset, method.distills), workspaces)
+
+
+def _workspaces(
+    chains: Mapping[str, Chain], dataset: Dataset, modules: ModuleStore, layers: ClientStore, features: FeatureCache
+) -> dict[str, Workspace]:
+    return {
+        name: Workspace(chain, dataset.shape, dataset.classes, modules, layers, features)
+        for name, chain in chains.items()
+    }
+
+
+def load_dataset(config: Config, given: Dataset | None = None) -> Dataset:
+    """Return the dataset that a configuration names, or the one that is given."""
     if given is not None:
         return given
     if config.data.name == CUSTOM:
@@ -191,8 +234,8 @@ def _start(config: Config, dataset: Dataset, given: nn.Module | Chain | None) ->
 
 
 def _family(
-    config: Config, dataset: Dataset, backbone: Architecture, normalize: Normalize
-) -> tuple[dict[str, Architecture], tuple[str, ...]]:
+    config: Config, dataset: Dataset, backbone: Chain, normalize: Normalize
+) -> tuple[dict[str, Chain], tuple[str, ...]]:
     """Return the models that clients of little memory train instead, smallest first, the run's own one last."""
     name = config.model.name
     with _about("distillation.family"):
@@ -208,11 +251,10 @@ def _family(
         with _about("distillation.family"):
             model = _build(config, member, dataset.shape, dataset.classes)
         # A member of another kind, such as a plain CNN beside VGGs, has nothing in common with the weights.
-        if weights and isinstance(model, type(backbone.chain.model)):
+        if weights and isinstance(model, type(backbone.model)):
             with _about("model.weights"):
                 notes.append(f"{member}: {load_weights(model, weights, name).summary()}")
-        chain = chain_of(model, normalize)
-        family[member] = Architecture(chain, _cost(config, chain, dataset))
+        family[member] = chain_of(model, normalize)
     return {**family, BACKBONE: backbone}, tuple(notes)
 
 

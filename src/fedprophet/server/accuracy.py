@@ -83,8 +83,22 @@ def wilson(right: int, samples: int) -> Interval:
     return (0.0 if right == 0 else centre - reach), (1.0 if right == samples else centre + reach)
 
 
+def evaluation_fault(update: ClientUpdate) -> str | None:
+    """Return why an evaluation cannot be counted, or None where it can."""
+    samples = update.metrics.get("samples")
+    if samples is None or not 0 <= samples < math.inf:
+        return "its evaluation has no number of samples" if samples is None else f"it evaluated {samples} samples"
+    if not 0 <= update.weight < math.inf:
+        return f"its weight is {update.weight}"
+    for name in ("clean", "adversarial"):
+        right = update.metrics.get(name, 0.0)
+        if not 0 <= right <= samples:
+            return f"its evaluation has {right} of {samples:g} samples right ({name})"
+    return None
+
+
 def _counted(updates: Sequence[ClientUpdate]) -> list[ClientUpdate]:
-    counted = [update for update in updates if update.metrics["samples"] > 0]
+    counted = [u for u in updates if evaluation_fault(u) is None and u.metrics["samples"] > 0]
     return counted if sum(update.weight for update in counted) > 0 else []
 
 

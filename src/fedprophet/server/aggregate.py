@@ -1,7 +1,7 @@
 """Partial average (Section 6.4, Eq. 16 and 17), and which updates may enter it."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -38,31 +38,64 @@ def mean_metric(updates: Sequence[ClientUpdate], metric: str) -> float:
     return sum(update.weight * update.metrics[metric] for update in updates) / total
 
 
-def fault(task: ClientTask, update: ClientUpdate) -> str | None:
-    """Return why an update cannot be averaged, or None where it can."""
-    loss = update.metrics.get("loss", 0.0)
-    if not math.isfinite(loss):
-        return f"its loss is {loss}"
+Layers = Callable[[ClientTask], Mapping[str, torch.Size]]
+"""Says which of its own layers a client has to send with a task's update, and of which shape."""
+
+
+def fault(task: ClientTask, update: ClientUpdate, layers: Mapping[str, torch.Size] | None = None) -> str | None:
+    """Return why an update cannot be averaged, or None where it can; `layers` are those of its own that it must send.
+
+    A client says with its loss whether its training diverged, so that one without a loss cannot be trusted either.
+    """
+    loss = update.metrics.get("loss")
+    if loss is None or not math.isfinite(loss):
+        return "it has no loss" if loss is None else f"its loss is {loss}"
     if not (math.isfinite(update.weight) and update.weight > 0):
         return f"its weight is {update.weight}"
-    if set(update.parameters) - set(task.parameters):
-        return f"it sent parameters that were not asked for: {sorted(set(update.parameters) - set(task.parameters))}"
-    for name, value in update.parameters.items():
-        if value.shape != task.parameters[name].shape:
-            return f"{name} has shape {tuple(value.shape)} instead of {tuple(task.parameters[name].shape)}"
+    foreign, lacking = set(update.parameters) - set(task.parameters), set(task.parameters) - set(update.parameters)
+    if foreign:
+        return f"it sent parameters that were not asked for: {sorted(foreign)}"
+    if lacking:
+        return f"it lacks parameters that were asked for: {sorted(lacking)}"
+    missing = set(layers or ()) - set(update.local)
+    if missing:
+        return f"it lacks layers of its own that were asked for: {sorted(missing)}"
+    return _misfit(task, update, layers or {})
+
+
+def _misfit(task: ClientTask, update: ClientUpdate, layers: Mapping[str, torch.Size]) -> str | None:
+    """Return which tensor has another shape or type, or is not finite."""
+    shapes = {**layers, **{name: value.shape for name, value in task.parameters.items()}}
     for name, value in (*update.parameters.items(), *update.local.items()):
-        if not bool(torch.isfinite(value).all()):
-            return f"{name} is not finite"
-    return None
+        if name in shapes and value.shape != shapes[name]:
+            return f"{name} has shape {tuple(value.shape)} instead of {tuple(shapes[name])}"
+    for name, value in update.parameters.items():
+        if value.is_floating_point() != task.parameters[name].is_floating_point():
+            return f"{name} has type {value.dtype} instead of {task.parameters[name].dtype}"
+    sent = {**update.local, **update.parameters}
+    if all_finite(sent.values()):
+        return None
+    return next(f"{name} is not finite" for name, value in sent.items() if not all_finite([value]))
 
 
-def sift(tasks: Iterable[ClientTask], updates: Iterable[ClientUpdate]) -> tuple[list[ClientUpdate], dict[int, str]]:
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether no number is infinite or NaN. A GPU is asked once for all tensors that it has: each answer is a wait."""
+    flags: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        flags.setdefault(tensor.device, []).append(torch.isfinite(tensor).all())
+    return all(bool(torch.stack(found).all()) for found in flags.values())
+
+
+def sift(
+    tasks: Iterable[ClientTask], updates: Iterable[ClientUpdate], layers: Layers | None = None
+) -> tuple[list[ClientUpdate], dict[int, str]]:
     """Split what came back into the updates that can be averaged, in client order, and the reasons of the others."""
     asked = {task.client: task for task in tasks}
     usable: list[ClientUpdate] = []
     dropped: dict[int, str] = {}
     for update in sorted(updates, key=lambda update: update.client):
-        reason = fault(asked[update.client], update)
+        task = asked.get(update.client)
+        reason = "it was not asked" if task is None else fault(task, update, layers(task) if layers else None)
         if reason is None:
             usable.append(update)
         else:

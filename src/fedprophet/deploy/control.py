@@ -1,0 +1,122 @@
+"""Questions to a pilot's running server, over its control interface on this machine."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedprophet.deploy import DeployError
+
+
+@dataclass(frozen=True)
+class NodeState:
+    """A node as the server knows it: registered (never seen), online or offline, and since when."""
+
+    node_id: int
+    status: str
+    since: str
+
+
+@dataclass(frozen=True)
+class RunState:
+    """A run as Flower knows it. `status` is such as `running` or `finished:completed`."""
+
+    run_id: int
+    status: str
+    details: str
+    started: str
+    out: str
+    """The run's folder on the server, as it was asked for."""
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self.status.startswith("finished")
+
+
+class Control:
+    """The control interface of a server; made by `connected`."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def nodes(self) -> Mapping[bytes, NodeState]:
+        """Return the nodes that may connect, by their public keys in PEM."""
+        from flwr.proto.control_pb2 import ListNodesRequest
+
+        answer = self._client.ListNodes(ListNodesRequest())
+        return {
+            node.public_key: NodeState(node.node_id, node.status, _since(node))
+            for node in answer.nodes_info
+            if node.status != "unregistered"
+        }
+
+    def register(self, key: bytes, name: str) -> None:
+        """Let a node with this public key, in PEM, connect from now on."""
+        from flwr.proto.control_pb2 import RegisterNodeRequest
+
+        self._client.RegisterNode(RegisterNodeRequest(public_key=key, name=name))
+
+    def unregister(self, node: NodeState) -> None:
+        """Refuse a node from now on."""
+        from flwr.proto.control_pb2 import UnregisterNodeRequest
+
+        self._client.UnregisterNode(UnregisterNodeRequest(node_id=node.node_id))
+
+    def runs(self) -> list[RunState]:
+        """Return all runs that this server was given, the oldest first."""
+        from flwr.proto.control_pb2 import ListRunsRequest
+
+        answer = self._client.ListRuns(ListRunsRequest())
+        runs = sorted(answer.run_dict.values(), key=lambda run: str(run.pending_at))
+        return [
+            RunState(
+                run.run_id, _status(run.status), run.status.details, run.running_at, run.override_config["out"].string
+            )
+            for run in runs
+        ]
+
+    def stop(self, run: RunState) -> None:
+        """End a run; what its last checkpoint holds stays."""
+        from flwr.proto.control_pb2 import StopRunRequest
+
+        self._client.StopRun(StopRunRequest(run_id=run.run_id))
+
+
+@contextmanager
+def connected(address: str, authority: Path) -> Iterator[Control]:
+    """Hold a connection to the server at host:port; a sentence where it does not answer or refuses."""
+    import httpx
+    from flwr.supercore.control import ControlHttpClient
+    from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
+
+    client = ControlHttpClient.from_server_address(
+        server_address=address,
+        insecure=False,
+        root_certificates=authority.read_bytes(),
+        interceptors=[RuntimeVersionHttpInterceptor(component_name="flwr CLI")],
+    )
+    try:
+        yield Control(client)
+    except httpx.HTTPStatusError as error:
+        answer = error.response.text.strip()[:500]
+        raise DeployError(f"the server at {address} refuses ({error.response.status_code}): {answer}") from None
+    except httpx.HTTPError as error:
+        text = "Start it on this machine with: fedprophet deploy server DIR"
+        raise NoAnswerError(f"no server answers at {address} ({str(error) or type(error).__name__}). {text}") from None
+    finally:
+        client.close()
+
+
+class NoAnswerError(DeployError):
+    """The server is not running, or cannot be reached."""
+
+
+def _since(node: Any) -> str:
+    times = {"registered": node.registered_at, "online": node.last_activated_at, "offline": node.last_deactivated_at}
+    return str(times.get(node.status, ""))
+
+
+def _status(status: Any) -> str:
+    return f"{status.status}:{status.sub_status}" if status.sub_status else str(status.status)

@@ -1,0 +1,102 @@
+"""Starting and watching runs of a pilot, with Flower's own command line."""
+
+import json
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from fedprophet.deploy import DeployError, environment
+from fedprophet.deploy.control import Control, NoAnswerError, RunState, connected
+from fedprophet.deploy.pilot import CONNECTION, Pilot, write_connection
+from fedprophet.errors import ConfigError
+from fedprophet.runs.files import write_atomic
+from fedprophet.runs.run import RunFiles
+from fedprophet.runs.toml import toml_value
+
+SETTLED_SECONDS = 10.0
+"""How long a run's end may take to be known after its last line."""
+
+
+def fresh_folder(pilot: Pilot, name: str | None) -> Path:
+    """Return a folder for a new run: the name asked for, or the first free number."""
+    if name is None:
+        number = 1
+        while (pilot.runs / f"run-{number}").exists():
+            number += 1
+        name = f"run-{number}"
+    folder = _folder(pilot, name)
+    if RunFiles(folder).config.exists():
+        text = f"Go on with it: fedprophet deploy run {pilot.path} --name {name} --resume; or give another name"
+        raise ConfigError(f"{folder} already holds a run. {text}")
+    return folder
+
+
+def stopped_folder(pilot: Pilot, name: str | None) -> Path:
+    """Return the folder of the run to go on with: the name asked for, or the newest that has not finished."""
+    if name is not None:
+        folder = _folder(pilot, name)
+        if not RunFiles(folder).config.exists():
+            raise ConfigError(f"{folder} holds no run. Start one: fedprophet deploy run {pilot.path} --name {name}")
+        return folder
+    started = [path.parent for path in pilot.runs.glob("*/config.toml")]
+    unfinished = [path for path in started if not RunFiles(path).results.exists()]
+    if not unfinished:
+        what = "all runs there have finished" if started else "no run was started there"
+        raise ConfigError(f"{pilot.runs}: {what}. Start one: fedprophet deploy run {pilot.path}")
+    return max(unfinished, key=lambda path: RunFiles(path).config.stat().st_mtime_ns)
+
+
+def _folder(pilot: Pilot, name: str) -> Path:
+    if Path(name).name != name or name.startswith("."):
+        raise ConfigError(f"--name {name!r} is not a folder's name. It becomes a folder in {pilot.runs}")
+    return pilot.runs / name
+
+
+def going_on(control: Control) -> list[RunState]:
+    """Return the runs that the server has not finished."""
+    return [run for run in control.runs() if not run.over]
+
+
+def submit(pilot: Pilot, out: Path, resume: bool) -> int:
+    """Give a run to the server; return its number there."""
+    write_connection(pilot)
+    settings = pilot.path / "server" / "run.toml"
+    table: Mapping[str, object] = {"config": str(pilot.config), "out": str(out), "resume": resume}
+    write_atomic(settings, "".join(f"{key} = {toml_value(value)}\n" for key, value in table.items()).encode())
+    command = ["flwr", "run", str(pilot.path / "app"), CONNECTION, "--run-config", str(settings), "--format", "json"]
+    done = subprocess.run(command, env=environment(pilot.flower), capture_output=True, text=True, check=False)
+    try:
+        answer = json.loads(done.stdout)
+        return int(answer["run-id"])
+    except (ValueError, KeyError, TypeError):
+        text = " ".join((done.stderr.strip() or done.stdout.strip()).split())
+        raise DeployError(f"Flower did not take the run: {text[-1000:]}") from None
+
+
+def watch(pilot: Pilot, run_id: int) -> None:
+    """Print what a run says until it ends; Ctrl-C stops the printing, not the run."""
+    write_connection(pilot)
+    command = ["flwr", "log", str(run_id), CONNECTION, "--stream"]
+    process = subprocess.Popen(command, env=environment(pilot.flower))
+    try:
+        process.wait()
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
+
+
+def outcome(pilot: Pilot, run_id: int) -> RunState:
+    """Return how a run ended; a sentence where the server went away before."""
+    end = time.monotonic() + SETTLED_SECONDS
+    try:
+        while True:
+            with connected(pilot.file.here, pilot.authority) as control:
+                run = next(run for run in control.runs() if run.run_id == run_id)
+            if run.over or time.monotonic() > end:
+                return run
+            time.sleep(0.5)
+    except NoAnswerError:
+        text = f"Start it again and go on: fedprophet deploy run {pilot.path} --resume"
+        raise DeployError(f"the server went away before the run had ended. {text}") from None

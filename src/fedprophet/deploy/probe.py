@@ -1,0 +1,228 @@
+"""What this machine can spare for training: memory now, a measured FLOP rate, and the speed of its storage.
+
+Memory is what this process may still take: the least of the machine's available memory and, for each control group that
+the process is in, its limit less what is used there and cannot be given back. It is read anew each time. The two rates
+are measured once and kept in the node's home with the machine's facts; on another machine they are measured again.
+"""
+
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from io import FileIO
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from fedprophet.bench.machine import processor
+from fedprophet.client.task import Resources
+from fedprophet.randomness import generator
+from fedprophet.runs.files import make_folder, write_atomic, write_error
+
+RECORD = "machine.json"
+VERSION = 1
+"""Of the way of measuring: another one is measured again."""
+WARM_UP, REPEATS, SECONDS = 2, 9, 1.0
+"""Convolutions before the clock counts, at most, and for how long at most."""
+CHANNELS, SIDE, BATCH = 64, 16, 4
+CHUNK, CHUNKS, STORAGE_SECONDS = 4 << 20, 8, 0.7
+ROOM = "Make room there or give the node another home"
+
+
+@dataclass(frozen=True)
+class Rates:
+    """FLOP/s of training on so many threads, and bytes/s to and from the storage."""
+
+    performance: float
+    bandwidth: float
+
+
+def machine_resources(home: Path, *, refresh: bool = False, threads: int = 1) -> Resources:
+    """Return what this machine can spare now; `home` keeps the measured rates, `refresh` measures them again."""
+    facts = _facts(threads)
+    rates = None if refresh else _recall(home / RECORD, facts)
+    if rates is None:
+        rates = Rates(flop_rate(threads), storage_rate(home))
+        record = {"facts": facts, "rates": asdict(rates)}
+        write_atomic(home / RECORD, (json.dumps(record, indent=2) + "\n").encode(), ROOM)
+    return Resources(available_memory(), rates.performance, rates.bandwidth)
+
+
+def _facts(threads: int) -> dict[str, Any]:
+    return {
+        "probe": VERSION,
+        "machine": platform.machine(),
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "threads": threads,
+        "torch": torch.__version__,
+    }
+
+
+def _recall(record: Path, facts: dict[str, Any]) -> Rates | None:
+    """Return the rates that were measured on this very machine; None where there are none or the file is damaged."""
+    try:
+        table = json.loads(record.read_bytes())
+        rates = Rates(**table["rates"]) if table["facts"] == facts else None
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    if rates is None or not all(isinstance(rate, float) and 0 < rate < float("inf") for rate in asdict(rates).values()):
+        return None
+    return rates
+
+
+# Rates ---------------------------------------------------------------------------------------------------------------
+
+
+def flop_rate(threads: int = 1, seconds: float = SECONDS) -> float:
+    """Return the median FLOP/s of a convolution, forward and backward: what training gets, not a data sheet's."""
+    draw = generator(0, "flop rate")
+    x = torch.randn(BATCH, CHANNELS, SIDE, SIDE, generator=draw).requires_grad_()
+    weight = torch.randn(CHANNELS, CHANNELS, 3, 3, generator=draw).requires_grad_()
+    # Two operations for each product; the backward pass computes as much again for the input and for the weight.
+    flops = 3 * 2 * BATCH * CHANNELS * CHANNELS * 9 * SIDE * SIDE
+    rates: list[float] = []
+    with _threads(threads):
+        end = time.perf_counter() + seconds
+        for repeat in range(WARM_UP + REPEATS):
+            began = time.perf_counter()
+            F.conv2d(x, weight, padding=1).sum().backward()  # type: ignore[no-untyped-call]
+            now = time.perf_counter()
+            rates.append(flops / (now - began))
+            if repeat >= WARM_UP and now >= end:
+                break
+    return statistics.median(rates[WARM_UP:])
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def storage_rate(folder: Path, seconds: float = STORAGE_SECONDS) -> float:
+    """Return bytes/s of writing a file to the disk and reading it back, in equal parts; the file is removed again."""
+    path = folder / f".storage-rate-{os.getpid()}.tmp"
+    try:
+        make_folder(folder)
+        with path.open("w+b", buffering=0) as file:
+            began = time.perf_counter()
+            size = _fill(file, began + seconds)
+            if hasattr(os, "posix_fadvise"):  # else the reading part is the page cache's
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            file.seek(0)
+            while file.read(CHUNK):
+                pass
+            return 2 * size / (time.perf_counter() - began)
+    except OSError as error:
+        raise write_error(path, error, ROOM) from error
+    finally:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def _fill(file: FileIO, end: float) -> int:
+    """Write chunks through to the disk, at least one, until the file is large enough or the time is up."""
+    data = os.urandom(CHUNK)  # a file system that compresses would flatter zeros
+    size = 0
+    while size == 0 or (size < CHUNKS * CHUNK and time.perf_counter() < end):
+        size += file.write(data)
+        os.fsync(file.fileno())
+    return size
+
+
+# Memory --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Accounts:
+    """The names under which a version of control groups keeps limit, usage, and what of it can be given back."""
+
+    limit: str
+    usage: str
+    reclaimable: str
+    """The field of memory.stat: page cache that nobody has touched lately."""
+
+
+CONTROL_GROUPS = {
+    "cgroup2": Accounts("memory.max", "memory.current", "inactive_file"),
+    "cgroup": Accounts("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+"""By the type of their file system: version 2 and version 1."""
+
+
+def available_memory(root: Path = Path("/")) -> int:
+    """Return the bytes that this process may still take; `root` is where /proc and /sys are looked for."""
+    return max(0, min([_machine_memory(root), *_group_memory(root)]))
+
+
+def _machine_memory(root: Path) -> int:
+    """Return the machine's available memory; its total where the system does not tell what is available."""
+    for line in _lines(root / "proc/meminfo"):
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return 1024 * int(value.split()[0])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _group_memory(root: Path) -> Iterator[int]:
+    """Yield what is left in each control group that this process is in, from its own up to the outermost seen here."""
+    paths = dict(_memberships(root))
+    for kind, top, mount in _mounts(root):
+        inside = paths.get(kind, "/")
+        # In a container the mount may begin below the path's root: what is above it cannot be seen from here.
+        below = PurePosixPath(inside).relative_to(top) if PurePosixPath(inside).is_relative_to(top) else "."
+        group = root / mount.lstrip("/") / below
+        for folder in (group, *group.parents):
+            yield from _left(folder, CONTROL_GROUPS[kind])
+            if folder == root / mount.lstrip("/"):
+                break
+
+
+def _memberships(root: Path) -> Iterator[tuple[str, str]]:
+    """Yield this process's path in the control groups that account for memory, by their file system."""
+    for line in _lines(root / "proc/self/cgroup"):
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0" and not controllers:
+            yield "cgroup2", path
+        elif "memory" in controllers.split(","):
+            yield "cgroup", path
+
+
+def _mounts(root: Path) -> Iterator[tuple[str, str, str]]:
+    """Yield file system, its root and its mount point for the mounts that hold control groups of memory."""
+    for line in _lines(root / "proc/self/mountinfo"):
+        before, separator, after = line.partition(" - ")
+        place, kind = before.split(" "), after.split(" ")
+        if separator and (kind[0] == "cgroup2" or (kind[0] == "cgroup" and "memory" in kind[-1].split(","))):
+            yield kind[0], place[3], place[4]
+
+
+def _left(folder: Path, accounts: Accounts) -> Iterator[int]:
+    """Yield a group's limit less what is used and cannot be given back; nothing where it has no limit."""
+    limit = "".join(_lines(folder / accounts.limit)).strip()
+    if not limit.isdigit():
+        return
+    usage = "".join(_lines(folder / accounts.usage)).strip()
+    statistic = dict(line.partition(" ")[::2] for line in _lines(folder / "memory.stat"))
+    used = int(usage) if usage.isdigit() else 0
+    yield int(limit) - max(0, used - int(statistic.get(accounts.reclaimable, "0")))
+
+
+def _lines(path: Path) -> list[str]:
+    """Return a file's lines; none where the system has no such file."""
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

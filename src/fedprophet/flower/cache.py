@@ -1,0 +1,160 @@
+"""Fixed modules on a node's disk, by the hash of their parameters: each travels to a node once.
+
+Several processes may use one folder. Who writes or deletes has the folder's lock alone, who reads shares it; so what a
+process is about to read is not deleted under its hands, and what it has read is in its memory.
+"""
+
+import fcntl
+import logging
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import MappingProxyType
+
+from safetensors import SafetensorError
+from torch import Tensor
+
+from fedprophet.client.modules import digest
+from fedprophet.errors import CheckpointError
+from fedprophet.flower.protocol import ProtocolError
+from fedprophet.runs.files import (
+    TRY_AGAIN,
+    make_folder,
+    tensors_from_bytes,
+    tensors_to_bytes,
+    write_atomic,
+    write_error,
+)
+
+Tensors = Mapping[str, Tensor]
+log = logging.getLogger("fedprophet")
+
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+_OURS = re.compile(r"\.?[0-9a-f]{32}\.safetensors(\.tmp)?")
+"""The files that are counted and deleted. A temporary one that nobody is writing is what a killed process left."""
+_UNREADABLE = (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError)
+
+
+class ModuleCache:
+    """The fixed modules in a folder, of which at most `limit` bytes stay: the least recently used go first.
+
+    When a file was used last is its modification time, so that the order outlives the process.
+    """
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self._folder = folder
+        self._limit = limit
+
+    def collect(
+        self, needed: Iterable[str], attached: Mapping[str, Tensors] = MappingProxyType({})
+    ) -> tuple[dict[str, Tensors], tuple[str, ...]]:
+        """Return the modules that a task needs, by digest, and the digests of those that have to be asked for.
+
+        Modules that came `attached` to the task are checked and kept. What the task needs is kept even where that is
+        more than the limit, until another task needs something else.
+        """
+        names = tuple(dict.fromkeys(needed))
+        for name in (*names, *attached):
+            self._path(name)
+        for name, tensors in attached.items():
+            _expect_digest(name, tensors)
+        with self._locked(fcntl.LOCK_SH):
+            found = {name: attached[name] if name in attached else self._read(name) for name in names}
+            full = self.size > self._limit
+        if attached or full:
+            with self._locked(fcntl.LOCK_EX):
+                for name, tensors in attached.items():
+                    self._write(name, tensors)
+                self._shrink(spare=names)
+        modules = {name: tensors for name, tensors in found.items() if tensors is not None}
+        return modules, tuple(name for name in names if name not in modules)
+
+    @property
+    def size(self) -> int:
+        """How many bytes the files take."""
+        return sum(size for _, _, size in self._files())
+
+    def _path(self, name: str) -> Path:
+        if not _DIGEST.fullmatch(name):
+            raise ProtocolError(f"{ascii(name)[:80]} is no digest of a module: these are 32 hexadecimal digits")
+        return self._folder / f"{name}.safetensors"
+
+    @contextmanager
+    def _locked(self, how: int) -> Iterator[None]:
+        path = self._folder / ".lock"
+        try:
+            make_folder(self._folder)
+            file = path.open("ab")
+        except OSError as error:
+            raise write_error(path, error, TRY_AGAIN) from error
+        with file:  # closing it gives the lock back, and so does the end of the process, however it ends
+            fcntl.flock(file, how)
+            yield
+
+    def _read(self, name: str) -> Tensors | None:
+        """Return a module; None where it is not there, or damaged, which deletes it."""
+        path = self._path(name)
+        try:
+            tensors = tensors_from_bytes(path.read_bytes())
+            damage = None if digest(tensors) == name else "its content is not what its name says"
+        except FileNotFoundError:
+            return None
+        except _UNREADABLE as error:
+            damage = str(error)
+        if damage is not None:
+            log.warning("the cached module %s is damaged and will be asked for again: %s", path, damage)
+            with suppress(OSError):
+                path.unlink()
+            return None
+        self._touch(path)
+        return tensors
+
+    def _write(self, name: str, tensors: Tensors) -> None:
+        """Keep a module, unless another process has done so. One that cannot be kept is used all the same."""
+        if self._read(name) is not None:
+            return
+        try:
+            write_atomic(self._path(name), tensors_to_bytes(tensors))
+        except CheckpointError as error:
+            log.warning("a module is not kept, and will have to be sent again: %s", error)
+        else:
+            self._touch(self._path(name))
+
+    def _touch(self, path: Path) -> None:
+        """Make a file the most recently used one, even where the clock went back or stands still between two."""
+        newest = max((time_ns for time_ns, _, _ in self._files()), default=0)
+        now = max(time.time_ns(), newest + 1)
+        with suppress(OSError):  # an order that is not quite right costs one more transfer
+            os.utime(path, ns=(now, now))
+
+    def _shrink(self, spare: tuple[str, ...]) -> None:
+        """Delete what a killed process left half written, then the least recently used modules above the limit."""
+        spared = {self._path(name) for name in spare}
+        excess = self.size - self._limit
+        for _, path, size in sorted(self._files(), key=lambda file: (file[1].suffix != ".tmp", file)):
+            if path.suffix == ".tmp" or (excess > 0 and path not in spared):
+                with suppress(OSError):
+                    path.unlink()
+                    excess -= size
+
+    def _files(self) -> list[tuple[int, Path, int]]:
+        """Return when each file was used last, its path and its size."""
+        found = []
+        for path in self._folder.iterdir() if self._folder.is_dir() else ():
+            if _OURS.fullmatch(path.name):
+                with suppress(FileNotFoundError):  # another reader found it damaged
+                    state = path.stat()
+                    found.append((state.st_mtime_ns, path, state.st_size))
+        return found
+
+
+def _expect_digest(name: str, tensors: Tensors) -> None:
+    try:
+        found = digest(tensors)
+    except (TypeError, RuntimeError) as error:
+        raise ProtocolError(f"the module {name} has parameters of a type that no module has: {error}") from error
+    if found != name:
+        raise ProtocolError(f"the module {name} has arrived damaged: its parameters hash to {found}. Send it again")

@@ -1,0 +1,92 @@
+"""The ServerApp: a run on the nodes that Flower connects, be they a simulation's or real ones.
+
+The run config says which run: `config` (a preset or the path of a TOML file on the server), `overrides` (KEY=VALUE,
+separated by blanks), `out` (the run's folder) and `resume` (true: go on with the run in that folder).
+"""
+
+import shlex
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+from flwr.superlink.grid import InMemoryGrid
+from rich.console import Console
+
+from fedprophet.cli.progress import PlainLines
+from fedprophet.engines import Parts, cores
+from fedprophet.engines.flower import FlowerEngine, Pace
+from fedprophet.engines.workers import ONE_THREAD
+from fedprophet.errors import ConfigError, FedProphetError
+from fedprophet.flower.terms import Terms, run_id
+from fedprophet.runs.config import load_config
+from fedprophet.runs.run import Run, play, reopen, start
+from fedprophet.runs.session import CUSTOM, EngineMaker
+from fedprophet.server.coordinator import Engine
+
+WINDOW = 32
+"""Messages on their way at a time in a simulation, whose nodes share this machine's memory."""
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Play a run from its beginning, or from its last checkpoint, to its end."""
+    simulated = isinstance(grid, InMemoryGrid)
+    # The sums of a simulation are those of every engine that runs clients side by side: of one thread.
+    threads: AbstractContextManager[None] = ONE_THREAD if simulated else nullcontext()
+    console = Console(soft_wrap=True)
+    try:
+        with threads, PlainLines(console) as observer:
+            run = open_run(context.run_config, engine_on(grid, simulated), simulated)
+            play(run, observer)
+            console.print(f"Files: {run.files.path}", highlight=False, markup=False)
+    except FedProphetError as error:
+        console.print(f"error: {error}", highlight=False, markup=False)
+        raise
+
+
+def open_run(given: Mapping[str, Any], engine: EngineMaker, simulated: bool) -> Run:
+    """Start the run that a run config describes, or open it again."""
+    text = {key: given.get(key, "") for key in ("config", "overrides", "out")}
+    for key, value in text.items():
+        if not isinstance(value, str):
+            raise ConfigError(f"the run config has {key} = {value!r}. Allowed: a text, in quotation marks")
+    resume = given.get("resume", False)
+    if not isinstance(resume, bool):
+        raise ConfigError(f"the run config has resume = {resume!r}. Allowed: true or false")
+    out = Path(text["out"]).expanduser() if text["out"] else None
+    if resume:
+        if out is None:
+            raise ConfigError("resume = true needs the run's folder: give it as out")
+        return reopen(out, engine=engine)
+    try:
+        overrides = shlex.split(text["overrides"])
+    except ValueError as error:
+        raise ConfigError(f"overrides: {error}. Allowed: KEY=VALUE, separated by blanks") from None
+    config = load_config(text["config"] or None, overrides)
+    # What the server computes itself, it computes with its plain engine; a simulation could go on without `flwr run`.
+    config = config.model_copy(update={"engine": "flower-sim" if simulated else "plain"})
+    return start(config, out, engine=engine)
+
+
+def engine_on(grid: Grid, simulated: bool) -> EngineMaker:
+    """Return what makes a run's engine of Flower's connection."""
+
+    def make(parts: Parts) -> Engine:
+        config, clients = parts.config, parts.clients
+        home = clients.parent.absolute() if clients else None
+        if CUSTOM in (config.model.name, config.data.name):
+            raise ConfigError("a run on Flower's nodes needs a model and data that the configuration names")
+        pace = Pace(config.flower.deadline)
+        terms = Terms.of(parts)
+        if simulated:
+            pace = Pace(config.flower.deadline, simulated=True, window=WINDOW, interval=0.02)
+            terms = Terms.of(parts, home=str(home), threads=config.flower.cpus, together=cores(config))
+        return FlowerEngine(grid, parts, partial(run_id, home, deployed=not simulated), terms, pace)
+
+    return make

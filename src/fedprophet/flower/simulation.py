@@ -1,0 +1,269 @@
+"""Flower's simulation as an engine: its nodes are actors of Ray on this machine, or on a cluster.
+
+The run stays in the main thread, as with every other engine, so that a Ctrl-C finds it there. Flower's simulation wants
+to call the server; here it does so in a thread of its own, where the "server" hands out Flower's connection and waits.
+"""
+
+import logging
+import os
+import queue
+import shutil
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+from flwr.app import Context, Message
+from flwr.serverapp import Grid, ServerApp
+from flwr.simulation import run_simulation
+
+from fedprophet.client.task import ClientTask, ClientUpdate
+from fedprophet.engines import Parts
+from fedprophet.engines.flower import FlowerEngine, Ledger, Pace, shared_bytes
+from fedprophet.engines.workers import ONE_THREAD
+from fedprophet.errors import ConfigError, TrainingError
+from fedprophet.flower import CLUSTER
+from fedprophet.flower.client_app import make_app
+from fedprophet.flower.terms import Terms, run_id
+from fedprophet.runs.session import CUSTOM
+from fedprophet.server.coordinator import Record
+
+LOG = "flower.log"
+"""The file in the run's folder that takes what Flower and Ray have to say."""
+LOGGERS = ("flwr", "ray", "ray._private", "ray.actor", "ray.util")
+"""Ray takes the handlers of its own logger away when it starts, but not those of the ones below it."""
+SECONDS_TO_START = 120.0
+SECONDS_TO_FINISH = 10.0
+SECONDS_TO_LEAVE = 30.0
+INTERVAL = 0.02
+_SHORT = Path("/tmp")
+"""Ray keeps its sockets in a temporary folder, and the names of sockets must be short."""
+_ROOM = "fp-ray-"
+WINDOW = 32
+"""Messages on their way at a time: enough to keep the actors busy, and few enough for the memory."""
+
+
+class SimulationEngine:
+    """Starts Flower's simulation when the first task is to go out, and ends it with `close`.
+
+    `cores` CPU cores are used: Ray runs as many clients side by side as have flower.cpus cores each.
+    """
+
+    def __init__(self, parts: Parts, cores: int) -> None:
+        _check(parts, cores)
+        self._parts, self._cores = parts, cores
+        self._ledger = Ledger()
+        self._temporary = None if parts.clients else tempfile.TemporaryDirectory(prefix="fedprophet-run-")
+        self._home = Path(self._temporary.name) if self._temporary else _folder(parts).absolute()
+        self._simulation: Simulation | None = None
+        self._engine: FlowerEngine | None = None
+        self._one_thread = _hold_one_thread(self)
+
+    def map(self, tasks: Iterable[ClientTask]) -> Iterator[ClientUpdate]:
+        """Carry out the tasks; updates come in the order in which they arrive, and some may be missing."""
+        if self._engine is not None and self._engine.failed:
+            self.close()  # an actor that died would go on to fail
+        if not self._one_thread.alive:
+            self._one_thread = _hold_one_thread(self)
+        if self._engine is None:
+            self._engine = self._make_engine()
+        yield from self._engine.map(tasks)
+
+    def account(self) -> Record:
+        """Return the bytes that went over the wire since the last call, and whose answers were left out, and why."""
+        return self._ledger.close(shared_bytes(self._parts))
+
+    def close(self) -> None:
+        """End the simulation. The engine can still be used: it starts another."""
+        simulation, engine = self._simulation, self._engine
+        self._simulation = self._engine = None
+        self._one_thread()
+        if simulation is not None:
+            simulation.close(at_once=engine is not None and engine.busy)
+
+    def _make_engine(self) -> FlowerEngine:
+        config = self._parts.config
+        pace = Pace(config.flower.deadline, simulated=True, window=WINDOW, interval=INTERVAL)
+        together = max(1, self._cores // config.flower.cpus)
+        terms = Terms.of(self._parts, home=str(self._home), threads=config.flower.cpus, together=together)
+        run = partial(run_id, self._home, deployed=False)
+        return FlowerEngine(_Lazy(self._grid), self._parts, run, terms, pace, self._ledger, self._look)
+
+    def _grid(self) -> Grid:
+        if self._simulation is None:
+            config = self._parts.config
+            clients, cpus = config.population.clients, config.flower.cpus
+            self._simulation = Simulation(clients, cpus, self._cores, self._home / LOG)
+        return self._simulation.grid()
+
+    def _look(self) -> None:
+        if self._simulation is not None:
+            self._simulation.look()
+
+
+def _folder(parts: Parts) -> Path:
+    assert parts.clients is not None
+    return parts.clients.parent
+
+
+def _hold_one_thread(engine: SimulationEngine) -> "weakref.finalize[..., SimulationEngine]":
+    """Let torch use one thread, as each client does, until the engine is closed or gone."""
+    ONE_THREAD.__enter__()
+    return weakref.finalize(engine, ONE_THREAD.__exit__)
+
+
+def _check(parts: Parts, cores: int) -> None:
+    """Refuse what a simulation cannot do, before anything is written."""
+    config = parts.config
+    for key, name in {"model": config.model.name, "data": config.data.name}.items():
+        if name == CUSTOM:
+            raise ConfigError(
+                f'engine = "flower-sim": its processes know only what the configuration names, not {key} that was '
+                'handed over in Python. Use engine = "auto"'
+            )
+    if CLUSTER not in os.environ and config.flower.cpus > cores:
+        raise ConfigError(
+            f"flower.cpus: a client is to have {config.flower.cpus} cores, and the run has {cores}. Set flower.cpus to "
+            "at most that, or threads to more"
+        )
+
+
+class _Lazy:
+    """Flower's connection, made when it is used for the first time."""
+
+    def __init__(self, grid: Callable[[], Grid]) -> None:
+        self._grid = grid
+
+    def get_node_ids(self) -> Iterable[int]:
+        return self._grid().get_node_ids()
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        return self._grid().push_messages(messages)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        return self._grid().pull_messages(message_ids)
+
+
+class Simulation:
+    """One simulation of Flower's, in a thread; it ends with `close`, and at the latest with this process."""
+
+    def __init__(self, clients: int, cpus: int, cores: int, log_file: Path) -> None:
+        if ray.is_initialized():
+            raise TrainingError("this process has a simulation already: wait for its end, or use another process")
+        self._log_file = log_file
+        self._room = _room()
+        self._leave = self._room / "leave"
+        self._stop = threading.Event()
+        self._grids: queue.Queue[Grid] = queue.Queue()
+        self._connection: Grid | None = None
+        self._error: BaseException | None = None
+        backend = {"client_resources": {"num_cpus": cpus, "num_gpus": 0.0}, "init_args": self._ray(cores)}
+        self._thread = threading.Thread(target=self._play, args=(clients, backend), name="flower", daemon=True)
+        self._thread.start()
+
+    def grid(self) -> Grid:
+        """Return Flower's connection to its nodes."""
+        end = time.monotonic() + SECONDS_TO_START
+        while self._connection is None:
+            try:
+                self._connection = self._grids.get(timeout=0.1)
+            except queue.Empty:
+                self.look()
+                if time.monotonic() > end:
+                    raise self._lost("it did not start in time") from None
+        return self._connection
+
+    def look(self) -> None:
+        """Raise where the simulation has come to an end by itself."""
+        if not self._thread.is_alive():
+            raise self._lost(str(self._error or "it has ended"))
+
+    def close(self, at_once: bool) -> None:
+        """End the simulation; `at_once` does not let clients finish what they are working on."""
+        if at_once:
+            self._leave.touch()
+        self._stop.set()
+        self._thread.join(SECONDS_TO_FINISH)
+        if self._thread.is_alive():
+            self._leave.touch()
+            self._thread.join(SECONDS_TO_LEAVE)
+        shutil.rmtree(self._room, ignore_errors=True)
+
+    def _lost(self, why: str) -> TrainingError:
+        return TrainingError(f"Flower's simulation failed: {why}. {self._log_file} says more")
+
+    def _ray(self, cores: int) -> dict[str, Any]:
+        """Return what Ray is started with; a cluster of the user's has been started already."""
+        quiet = {"log_to_driver": False, "configure_logging": False}
+        if CLUSTER in os.environ:
+            return quiet
+        return {"address": "local", "num_cpus": cores, "num_gpus": 0, "_temp_dir": str(self._room), **quiet}
+
+    def _play(self, clients: int, backend: dict[str, Any]) -> None:
+        server = ServerApp()
+
+        @server.main()
+        def main(grid: Grid, context: Context) -> None:
+            self._grids.put(grid)
+            while not self._stop.wait(1.0) and threading.main_thread().is_alive():
+                pass
+
+        # Ray announces a change of its own here, to everybody who has not heard of it.
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        path = os.environ.get("PYTHONPATH")
+        try:
+            with _logged(self._log_file):
+                run_simulation(server, make_app(str(self._leave)), clients, backend_config=backend)
+        except BaseException as error:
+            self._error = error.__cause__ or error
+        finally:
+            self._stop.set()
+            # Flower adds this process's own path to it each time.
+            if path is None:
+                os.environ.pop("PYTHONPATH", None)
+            else:
+                os.environ["PYTHONPATH"] = path
+
+
+def _room() -> Path:
+    """Return a temporary folder for Ray, and remove those of processes that were killed."""
+    place = _SHORT if _SHORT.is_dir() else Path(tempfile.gettempdir())
+    for left in place.glob(f"{_ROOM}*"):
+        owner = left.name.removeprefix(_ROOM).partition("-")[0]
+        if owner.isdigit() and not _alive(int(owner)):
+            shutil.rmtree(left, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{_ROOM}{os.getpid()}-", dir=place))
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass  # somebody else's
+    return True
+
+
+@contextmanager
+def _logged(file: Path) -> Iterator[None]:
+    """Let what Flower and Ray have to say go to a file instead of the terminal."""
+    handler = logging.FileHandler(file, delay=True)
+    handler.setLevel(logging.INFO)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    before = [(logger.handlers, logger.propagate) for logger in loggers]
+    for logger in loggers:
+        logger.handlers, logger.propagate = [handler], False
+    try:
+        yield
+    finally:
+        for logger, (handlers, propagate) in zip(loggers, before, strict=True):
+            logger.handlers, logger.propagate = handlers, propagate
+        handler.close()

@@ -1,0 +1,232 @@
+"""The server behind its gate: request by request, and as a real process with TLS and registered keys."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+from flwr.server.superlink.linkstate import LinkStateFactory
+from flwr.supercore.object_store import ObjectStoreFactory
+from flwr.superlink.federation import NoOpFederationManager
+
+from fedprophet.deploy import DeployError, environment
+from fedprophet.deploy.control import NoAnswerError, connected
+from fedprophet.deploy.keys import make_key_pair, registered_form
+from fedprophet.deploy.node import FILE, open_node
+from fedprophet.deploy.pilot import PilotFile, add_node, make_pilot, pilot_config, remove_node
+from fedprophet.deploy.status import pilot_status
+from fedprophet.deploy.superlink import Gate, _arguments, comes_from_here, register, serve
+
+HERE, THERE = ("192.0.2.1", 9092), ("192.0.2.99", 4711)
+CONTROL = ["/v1/control/start-run", "/v1/control/register-node", "/v1/runtime/acquire-task", "/docs", "/", "/v1/fleet"]
+FLEET = ["/v1/fleet/activate-node", "/v1/fleet/pull-messages", "/health"]
+
+
+def ask(path, client, server=HERE, kind="http"):
+    """Send a request through the gate; return what came back, "inside" if it was handed on."""
+    sent = []
+
+    async def inside(scope, receive, send):
+        sent.append("inside")
+
+    async def send(event):
+        sent.append(event)
+
+    scope = {"type": kind, "path": path, "client": client, "server": server}
+    asyncio.run(Gate(inside)(scope, None, send))
+    return sent
+
+
+@pytest.mark.parametrize("path", [*CONTROL, "/v1/fleets/x", "/healthy", "//v1/fleet/x", "/v1/control/../fleet/x"])
+def test_others_are_kept_from_all_that_nodes_do_not_need(path):
+    start, body = ask(path, THERE)
+    assert start["status"] == 403
+    assert b"own machine" in body["body"]
+    assert dict(start["headers"])[b"content-length"] == str(len(body["body"])).encode()
+
+
+@pytest.mark.parametrize("path", FLEET)
+def test_others_reach_what_nodes_need(path):
+    assert ask(path, THERE) == ["inside"]
+
+
+@pytest.mark.parametrize("client", [("127.0.0.1", 1), ("127.8.9.1", 1), ("::1", 1), ("::ffff:127.0.0.1", 1), HERE])
+def test_this_machine_reaches_everything(client):
+    assert all(ask(path, client) == ["inside"] for path in [*CONTROL, *FLEET])
+
+
+def test_who_hides_is_not_from_here():
+    assert not comes_from_here({"client": None, "server": HERE})
+    assert not comes_from_here({"server": HERE})
+    assert not comes_from_here({"client": ("localhost", 1), "server": HERE})
+    assert not comes_from_here({"client": THERE, "server": None})
+
+
+def test_other_kinds_of_requests():
+    assert ask("/v1/control/x", THERE, kind="websocket") == [{"type": "websocket.close", "code": 1008}]
+    assert ask("", None, kind="lifespan") == ["inside"]
+
+
+# Registered keys
+
+
+@pytest.fixture
+def state():
+    name = ":flwr-in-memory:"
+    return LinkStateFactory(name, NoOpFederationManager(), ObjectStoreFactory(name)).state()
+
+
+def known(state):
+    return {node.name: node.public_key for node in state.get_node_info() if node.status != "unregistered"}
+
+
+def test_the_folder_of_keys_is_who_may_connect(tmp_path, state):
+    paths = {name: tmp_path / f"{name}.pub" for name in ("node-0", "node-1")}
+    for name, path in paths.items():
+        path.write_bytes(make_key_pair(name).public)
+    register(state, tmp_path)
+    ids = {node.name: node.node_id for node in state.get_node_info()}
+    assert known(state) == {name: registered_form(path) for name, path in paths.items()}
+    register(state, tmp_path)  # as at the next start: nodes stay who they are
+    assert {node.name: node.node_id for node in state.get_node_info()} == ids
+    old = paths["node-0"].read_bytes()
+    paths["node-0"].unlink()
+    register(state, tmp_path)
+    assert list(known(state)) == ["node-1"]
+    paths["node-0"].write_bytes(old)
+    with pytest.raises(DeployError, match="was registered here before and then removed"):
+        register(state, tmp_path)
+
+
+def test_arguments(tmp_path):
+    assert _arguments(["--registered", str(tmp_path), "--port", "1"]) == (tmp_path, ["--port", "1"])
+    for wrong in ([], ["--registered"], ["--port", "1"]):
+        with pytest.raises(DeployError, match="first argument"):
+            _arguments(wrong)
+    with pytest.raises(DeployError, match="no such folder"):
+        _arguments(["--registered", str(tmp_path / "none")])
+
+
+def test_a_server_without_tls_or_authentication_is_not_started(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    with pytest.raises(DeployError, match="not started without TLS"):
+        serve(tmp_path, ["--insecure"])
+
+
+# A real server
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def wait_for(condition, seconds=40):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.3)
+
+
+def stop(process):
+    process.send_signal(signal.SIGINT)
+    try:
+        return process.wait(20)
+    finally:
+        process.kill()
+
+
+@pytest.fixture
+def server(tmp_path):
+    """Start the server of a pilot with two nodes; it is always ended."""
+    file = PilotFile(server="localhost", port=free_port(), listen="127.0.0.1")
+    pilot = make_pilot(tmp_path / "pilot", pilot_config(None, (), 2), file, nodes=2)
+    with (tmp_path / "server.log").open("wb") as log:
+        process = subprocess.Popen(pilot.command(), env=environment(pilot.flower), stdout=log, stderr=log)
+    try:
+        wait_for(lambda: process.poll() is not None or pilot_status(pilot)["running"])
+        assert process.poll() is None, (tmp_path / "server.log").read_text()
+        yield pilot, process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def start_node(folder, log):
+    file = folder / FILE
+    lines = [f"port = {free_port()}" if line.startswith("port =") else line for line in file.read_text().splitlines()]
+    file.write_text("\n".join(lines))
+    node = open_node(folder)
+    node.home.mkdir(exist_ok=True)
+    with log.open("wb") as output:
+        return subprocess.Popen(node.command(), env=environment(node.home / "flower"), stdout=output, stderr=output)
+
+
+def statuses(pilot):
+    return {node["name"]: node["status"] for node in pilot_status(pilot)["nodes"]}
+
+
+@pytest.mark.slow
+def test_a_real_server_takes_registered_nodes_over_tls_and_no_others(server, tmp_path):
+    pilot, process = server
+    assert statuses(pilot) == {"node-0": "registered", "node-1": "registered"}
+
+    trusting = ssl.create_default_context(cafile=str(pilot.authority))
+    url = f"https://localhost:{pilot.file.port}/health"
+    with urllib.request.urlopen(url, context=trusting, timeout=10) as answer:
+        assert answer.status == 200
+    with pytest.raises(urllib.error.URLError, match="certificate verify failed"):
+        urllib.request.urlopen(url, context=ssl.create_default_context(), timeout=10)
+
+    # uvicorn believes a proxy on this machine when it says that somebody else is asking.
+    request = urllib.request.Request(url.replace("/health", "/docs"))
+    with urllib.request.urlopen(request, context=trusting, timeout=10) as answer:
+        assert answer.status == 200
+    request.add_header("X-Forwarded-For", "192.0.2.99")
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        urllib.request.urlopen(request, context=trusting, timeout=10)
+
+    thief = tmp_path / "thief"
+    (pilot.folder("node-1")).rename(thief)
+    (thief / "node.key").write_bytes(make_key_pair("thief").private)
+    nodes = [start_node(pilot.folder("node-0"), tmp_path / "node-0.log"), start_node(thief, tmp_path / "thief.log")]
+    try:
+        wait_for(lambda: statuses(pilot)["node-0"] == "online")
+        wait_for(lambda: nodes[1].poll() is not None)
+        assert nodes[1].returncode != 0
+        assert "Failed to activate SuperNode" in (tmp_path / "thief.log").read_text()
+        assert statuses(pilot) == {"node-0": "online", "node-1": "registered"}
+
+        with connected(pilot.file.here, pilot.authority) as control:
+            control.register(registered_form(pilot.keys / f"{add_node(pilot, 7)}.pub"), "node-7")
+            control.unregister(control.nodes()[remove_node(pilot, "node-1")])
+            assert control.runs() == []
+        assert statuses(pilot) == {"node-0": "online", "node-7": "registered"}
+        assert stop(nodes[0]) == 0
+    finally:
+        for node in nodes:
+            node.kill()
+            node.wait()
+    assert stop(process) in (0, -signal.SIGINT)
+    with (
+        pytest.raises(NoAnswerError, match=r"no server answers at 127\.0\.0\.1"),
+        connected(pilot.file.here, pilot.authority) as control,
+    ):
+        control.nodes()
+    assert json.loads(json.dumps(pilot_status(pilot)))["running"] is False
+
+
+@pytest.mark.slow
+def test_a_missing_folder_of_keys_is_a_sentence_of_the_process(tmp_path):
+    command = [sys.executable, "-m", "fedprophet.deploy.superlink", "--registered", str(tmp_path / "none")]
+    done = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --registered")

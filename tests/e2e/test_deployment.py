@@ -1,0 +1,349 @@
+"""A deployment of real processes on this machine: a server with TLS and registered keys, and two devices.
+
+Flower starts a process for every message, so a run of a few rounds takes a minute or two. Two runs are played on one
+deployment: in the first the server is killed and started again, in the second a device is. Every process is the head of
+a group of its own, and all groups are killed at the end, however it comes.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+pytest.importorskip("flwr")
+
+from fedprophet.client.run import Client
+from fedprophet.client.task import SERVER, Resources
+from fedprophet.deploy import OFFLINE
+from fedprophet.deploy.keys import make_key_pair
+from fedprophet.deploy.pilot import open_pilot
+from fedprophet.deploy.status import pilot_status
+from fedprophet.engines.embedded import EmbeddedEngine
+from fedprophet.runs.config import load_config
+from fedprophet.runs.run import play, start
+from fedprophet.runs.session import assemble
+
+pytestmark = pytest.mark.slow
+
+PATIENCE = 900
+"""Seconds after which a process is stuck, on a machine with very much else to do."""
+TAG = "FEDPROPHET_TEST_DEPLOYMENT"
+SETTINGS = {
+    "rounds": 1,
+    "threads": 1,
+    "model.options.width": 8,
+    "memory.budget": "70%",  # two modules
+    "train.iterations": 1,
+    "train.batch": 8,
+    "train.warmup": 0,
+    "attack.steps": 1,
+    "attack.feature_steps": 1,
+    "convergence.gate": 0,
+    "evaluate.steps": 1,
+    "evaluate.test_samples": 20,
+    "measure.steps": 1,
+}
+SMALL, LARGE = 0, 1
+"""The clients: one has memory for the module in training and no more, the other for both."""
+SPEED = {SMALL: 1e9, LARGE: 4e9}  # a prophet is also faster, so that nobody waits for it
+BANDWIDTH = 1e8
+
+
+def free_ports(count: int) -> list[int]:
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [listener.getsockname()[1] for listener in listeners]
+    for listener in listeners:
+        listener.close()
+    return ports
+
+
+def wait_for(true: Callable[[], Any], what: Callable[[], str]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not true():
+        assert time.monotonic() < end, f"never happened: {what()}"
+        time.sleep(0.05)
+
+
+class Job:
+    """A command of fedprophet that runs, at the head of a group of processes."""
+
+    def __init__(self, command: list[str], log: Path, environment: Mapping[str, str]) -> None:
+        self.log = log
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                command,
+                cwd=log.parent,
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    @property
+    def running(self) -> bool:
+        return self.process.poll() is None
+
+    @property
+    def code(self) -> int:
+        wait_for(lambda: not self.running, lambda: self.said[-3000:])
+        return self.process.returncode
+
+    def environment(self) -> dict[str, str]:
+        text = Path(f"/proc/{self.process.pid}/environ").read_text()
+        return dict(entry.split("=", 1) for entry in text.split("\0") if entry)
+
+    def kill(self) -> None:
+        """`kill -9` of all its processes at once, as when a machine loses its power."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+class Deployment:
+    """A pilot's folder and the processes that were started for it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.path = folder, folder / "pilot"
+        self.memory: dict[int, int] = {}
+        self.jobs: list[Job] = []
+        self.named: dict[str, Job] = {}
+        self.environment = {
+            **{name: value for name, value in os.environ.items() if name not in OFFLINE},
+            "HOME": str(folder / "user"),
+            "OMP_NUM_THREADS": "1",
+            TAG: str(folder),
+        }
+        (folder / "user").mkdir()
+
+    def start(self, *arguments: object, log: str) -> Job:
+        command = [str(Path(sys.executable).with_name("fedprophet")), *map(str, arguments)]
+        self.jobs.append(Job(command, self.folder / f"{log}.log", self.environment))
+        return self.jobs[-1]
+
+    def done(self, *arguments: object, log: str) -> str:
+        job = self.start(*arguments, log=log)
+        assert job.code == 0, job.said
+        return job.said
+
+    def server(self, log: str = "server") -> Job:
+        return self.start("deploy", "server", self.path, log=log)
+
+    def node(self, folder: Path, log: str | None = None) -> Job:
+        return self.start("deploy", "node", folder, log=log or folder.name)
+
+    def status(self) -> dict[str, Any]:
+        return pilot_status(open_pilot(self.path))
+
+    def online(self) -> list[str]:
+        return [node["name"] for node in self.status()["nodes"] if node["status"] == "online"]
+
+    def home(self, client: int) -> Path:
+        return self.path / "nodes" / f"node-{client}" / "home"
+
+    def run(self, name: str) -> Path:
+        return self.path / "runs" / name
+
+    def journal(self, name: str) -> list[dict[str, Any]]:
+        file = self.run(name) / "journal.jsonl"
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    def wait_for_round(self, command: Job, name: str, round: int) -> None:
+        wait_for(lambda: len(self.journal(name)) == round or not command.running, self.told)
+        assert command.running, command.said
+
+    def modules(self) -> dict[Path, int]:
+        """Return the modules on the devices' disks; one that is written again has another number."""
+        files = (file for client in (SMALL, LARGE) for file in (self.home(client) / "modules").glob("*.safetensors"))
+        return {file: file.stat().st_ino for file in files}
+
+    def told(self) -> str:
+        return "\n".join(f"--- {job.log.name}\n{job.said[-3000:]}" for job in self.jobs)
+
+    def close(self) -> None:
+        """Kill everything, and also what has left its group."""
+        for job in self.jobs:
+            job.kill()
+        mark = f"{TAG}={self.folder}".encode()
+        for place in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if mark in (place / "environ").read_bytes().split(b"\0"):
+                    os.kill(int(place.name), signal.SIGKILL)
+
+
+def change(file: Path, settings: Mapping[str, object]) -> None:
+    """Give keys of a TOML file other values, which are written as JSON writes them."""
+    text = file.read_text()
+    for key, value in settings.items():
+        text, count = re.subn(rf"(?m)^{key} = .*$", f"{key} = {json.dumps(value)}", text)
+        assert count == 1, key
+    file.write_text(text)
+
+
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """A server and two devices of different memory, connected; a third has the key of nobody."""
+    made = Deployment(tmp_path_factory.mktemp("deployment"))
+    try:
+        make(made)
+        made.named = {"server": made.server()}
+        for name in ("node-0", "node-1", "thief"):
+            made.named[name] = made.node(made.path / "nodes" / name)
+        wait_for(lambda: len(made.online()) == 2, made.told)
+        yield made
+    finally:
+        made.close()
+
+
+def make(deployment: Deployment) -> None:
+    """Make the pilot, say what its devices have to spare, and copy one's folder with a key of its own."""
+    port, *others = free_ports(4)
+    flags = [word for key, value in SETTINGS.items() for word in ("--set", f"{key}={value}")]
+    deployment.done("deploy", "init", deployment.path, "--nodes", 2, "--port", port, *flags, log="init")
+    deployment.memory = {SMALL: assemble(load_config(str(deployment.path / "config.toml"))).budget, LARGE: 10**9}
+    nodes = deployment.path / "nodes"
+    for client in (SMALL, LARGE):
+        settings = {"memory": deployment.memory[client], "flops": SPEED[client], "bandwidth": BANDWIDTH, "threads": 1}
+        change(nodes / f"node-{client}" / "node.toml", {**settings, "port": others[client]})
+    shutil.copytree(nodes / f"node-{LARGE}", nodes / "thief")
+    (nodes / "thief" / "node.key").write_bytes(make_key_pair("thief").private)
+    change(nodes / "thief" / "node.toml", {"port": others[2]})
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A run that went on after its server had lost its power, and the modules on the devices' disks before that."""
+
+    path: Path
+    modules: Mapping[Path, int]
+
+
+@pytest.fixture(scope="module")
+def resumed(deployment: Deployment) -> Resumed:
+    """A run whose server is killed in round 2, when a device has trained and the server does not know it yet."""
+    command = deployment.start("deploy", "run", deployment.path, "--name", "resumed", log="run-1")
+    deployment.wait_for_round(command, "resumed", 1)
+    (layers,) = deployment.home(SMALL).glob("*/clients/*/*/*.safetensors")
+    before = layers.stat().st_mtime_ns
+    wait_for(lambda: layers.stat().st_mtime_ns != before or not command.running, deployment.told)
+    deployment.named["server"].kill()
+    assert len(deployment.journal("resumed")) == 1
+    modules = deployment.modules()
+    assert command.code == 2
+    assert f"fedprophet deploy run {deployment.path} --resume" in command.said
+    deployment.named["server"] = deployment.server("server-again")
+    wait_for(lambda: deployment.status()["running"], deployment.told)
+    deployment.done("deploy", "run", deployment.path, "--resume", log="run-1-resumed")
+    return Resumed(deployment.run("resumed"), modules)
+
+
+@pytest.fixture(scope="module")
+def abandoned(deployment: Deployment, resumed: Resumed) -> Path:
+    """A run of one module, in whose second round a device is killed and stays away."""
+    change(deployment.path / "config.toml", {"rounds": 2, "budget": "100%"})
+    command = deployment.start("deploy", "run", deployment.path, "--name", "abandoned", log="run-2")
+    deployment.wait_for_round(command, "abandoned", 1)
+    deployment.named[f"node-{LARGE}"].kill()
+    assert command.code == 0, command.said
+    return deployment.run("abandoned")
+
+
+def in_this_process(deployment: Deployment, out: Path) -> None:
+    """Play the same run here: the same clients with the same resources, and nobody in between."""
+
+    class SameDevices(EmbeddedEngine):
+        def client(self, number: int) -> Client:
+            if number == SERVER:
+                return super().client(number)
+            resources = Resources(deployment.memory[number], SPEED[number], BANDWIDTH)
+            return replace(super().client(number), resources=lambda _: resources)
+
+    config = load_config(str(deployment.run("resumed") / "config.toml"))
+    play(start(config, out, engine=lambda parts: SameDevices(parts.population, parts.workspaces, parts.reserve)))
+
+
+def test_key_that_is_not_registered_is_refused(deployment):
+    thief = deployment.named["thief"]
+    assert thief.code not in (0, None)
+    assert "Failed to activate SuperNode" in thief.said
+    assert deployment.online() == ["node-0", "node-1"]
+
+
+def test_processes_stay_offline(deployment):
+    for name in ("server", "node-0", "node-1"):
+        environment = deployment.named[name].environment()
+        assert {name: environment.get(name) for name in OFFLINE} == dict(OFFLINE)
+
+
+def test_run_ends_with_a_model_and_results(deployment, resumed):
+    results = json.loads((resumed.path / "results.json").read_text())
+    assert results["rounds"] == 2
+    assert len(results["stages"]) == 2
+    assert results["personalised"]["clean"]["samples"] > 0
+    assert results["faults"] == 0
+    said = (deployment.folder / "run-1-resumed.log").read_text()
+    for part in ("going on after round 1", "round 2  module 2/2", "Modules", f"Files: {resumed.path}"):
+        assert part in said
+    assert "would have taken" not in said  # there is no pool: the devices are real
+
+
+def test_modules_are_assigned_by_the_memory_that_devices_report(deployment, resumed):
+    first, second = (record["assigned"] for record in deployment.journal("resumed"))
+    assert first == {str(SMALL): 1, str(LARGE): 2}  # one trains the module in turn and no more, the other looks ahead
+    assert second == {str(SMALL): 2, str(LARGE): 2}
+
+
+def test_run_that_lost_its_server_is_the_undisturbed_one_to_the_bit(deployment, resumed, tmp_path, same_tensors):
+    here = tmp_path / "here"
+    in_this_process(deployment, here)
+    assert same_tensors(*(load_file(path / "model.safetensors") for path in (resumed.path, here)))
+    there = deployment.journal("resumed")
+    assert [record.pop("faults") for record in there] == [{}, {}]
+    assert all(record.pop("wire") for record in there)
+    assert there == [json.loads(line) for line in (here / "journal.jsonl").read_text().splitlines()]
+    reached = [json.loads((path / "results.json").read_text()) for path in (resumed.path, here)]
+    for key in ("personalised", "global", "stages"):
+        assert reached[0][key] == reached[1][key]
+
+
+def test_fixed_modules_travel_once(deployment, resumed):
+    first, second = deployment.journal("resumed")
+    name = f"{first['fixed']['digest']}.safetensors"
+    files = [deployment.home(client) / "modules" / name for client in (SMALL, LARGE)]
+    assert set(resumed.modules) == set(files)
+    assert deployment.modules() == resumed.modules  # not written again after the server's death
+    sizes = [sum(tensor.nbytes for tensor in load_file(file).values()) for file in files]
+    # What was sent in the round that was repeated: twice the parameters that came back, to be trained and evaluated,
+    # and a few kilobytes for each task; but not the module, which the devices had already.
+    assert second["wire"]["sent"] - 2 * second["wire"]["received"] < min(sizes)
+    assert second["wire"]["sent"] + second["wire"]["received"] < second["wire"]["jfat"]
+
+
+def test_device_that_dies_is_left_out_and_the_run_goes_on(deployment, abandoned):
+    first, second = deployment.journal("abandoned")
+    assert first["faults"] == {}
+    assert set(first["assigned"]) == {str(SMALL), str(LARGE)}
+    assert list(second["faults"]) == [str(LARGE)]
+    assert set(second["times"]) == {str(SMALL)}
+    assert deployment.named[f"node-{SMALL}"].running
+    results = json.loads((abandoned / "results.json").read_text())
+    assert (results["rounds"], results["faults"]) == (2, 1)
+    assert all(bool(tensor.isfinite().all()) for tensor in load_file(abandoned / "model.safetensors").values())
+    assert f"client {LARGE} failed" in (deployment.folder / "run-2.log").read_text()

@@ -1,0 +1,285 @@
+"""A node: it does the core's work with its own data and files, keeps what it learns, and refuses in sentences."""
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("flwr")
+
+from flwr.app import ConfigRecord, RecordDict
+
+from fedprophet.client.modules import digest
+from fedprophet.client.task import ClientTask, ClientUpdate, FrozenModule, LocalTraining, Resources
+from fedprophet.deploy import probe
+from fedprophet.engines import Parts
+from fedprophet.engines.embedded import EmbeddedEngine
+from fedprophet.errors import ConfigError
+from fedprophet.flower import node
+from fedprophet.flower.node import Place, answer
+from fedprophet.flower.protocol import (
+    PROTOCOL,
+    Hello,
+    Lacking,
+    Refusal,
+    hello_request,
+    pack_task,
+    unpack_answer,
+)
+from fedprophet.flower.terms import Terms
+from fedprophet.runs.client_store import ClientStore
+from fedprophet.runs.session import assemble
+
+RUN = "feedbeef"
+MACHINE = {"memory": "3MB", "flops": 2.5e9, "bandwidth": 100}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def parts(tiny) -> Parts:
+    return make_parts(tiny({"method": "jfat", "population.clients": 3}))
+
+
+def make_parts(config: Any, clients: Path | None = None) -> Parts:
+    made: list[Parts] = []
+
+    def keep(parts: Parts) -> EmbeddedEngine:
+        made.append(parts)
+        return EmbeddedEngine(parts.population, parts.workspaces, parts.reserve)
+
+    assemble(config, clients, engine=keep)
+    return made[0]
+
+
+@pytest.fixture
+def ask(parts, tmp_path):
+    """Return a function that gives client 1's node a task and returns what it answers."""
+
+    def send(task: ClientTask, modules=None, terms: Terms | str | None = None, **config: Any):
+        text = terms if isinstance(terms, str) else (terms or Terms.of(parts)).to_text()
+        record = pack_task(task, run=RUN, config=text, modules=modules or {})
+        return unpack_answer(answer(record, {"partition-id": 1, "home": str(tmp_path / "home"), **MACHINE, **config}))
+
+    return send
+
+
+def train(parts: Parts, turn: int = 1) -> ClientTask:
+    chain = parts.workspaces["backbone"].chain
+    start = {name: chain.tensors[name].detach().clone() for name in chain.shared()}
+    training = LocalTraining(1, 16, 0.1, 0.9, 0.0, 0.0)
+    return ClientTask("train", turn, 1, seed=0, last=len(chain.atoms), training=training, batch=16, parameters=start)
+
+
+REPORT = ClientTask("report", 1, 1, seed=0, wants_local=True)
+
+
+def test_hello_says_which_client_it_is():
+    assert unpack_answer(answer(hello_request(), {"partition-id": 7})).client == 7
+
+
+def test_hello_of_another_protocol_is_answered_and_noted(caplog):
+    request = hello_request()
+    request["header"]["protocol"], request["header"]["version"] = 99, "9.9"
+    with caplog.at_level(logging.WARNING, "fedprophet"):
+        hello = unpack_answer(answer(request, {"partition-id": 7}))
+    assert isinstance(hello, Hello)
+    assert (hello.protocol, hello.client) == (PROTOCOL, 7)
+    assert "protocol 99 (fedprophet 9.9)" in caplog.text
+
+
+def test_task_of_another_protocol_is_refused(parts):
+    record = pack_task(REPORT, run=RUN, config=Terms.of(parts).to_text())
+    record["header"]["protocol"] = 99
+    refusal = unpack_answer(answer(record, {"partition-id": 1}))
+    assert isinstance(refusal, Refusal)
+    assert "protocol 99" in refusal.text
+    assert "Install the same version" in refusal.text
+
+
+def test_layers_are_kept_on_disk_as_the_plain_engine_has_them(ask, parts, tmp_path, same_tensors):
+    plain = EmbeddedEngine(parts.population, parts.workspaces, parts.reserve)
+    for turn in (1, 2):
+        task = train(parts, turn)
+        (expected,) = plain.map([task])
+        update = ask(task)
+        assert isinstance(update, ClientUpdate)
+        assert same_tensors(update.parameters, expected.parameters)
+        assert update.metrics == expected.metrics
+        node._bench.cache_clear()  # as a new process
+    report = replace(REPORT, round=2)
+    (expected,) = plain.map([report])
+    assert expected.local
+    assert same_tensors(ask(report).local, expected.local)
+    stored = ClientStore(tmp_path / "home" / RUN / "clients", 0)
+    assert same_tensors(stored.get("backbone", 1, report.timeline, 3), expected.local)
+
+
+def test_modules_are_asked_for_once_and_found_again(ask, tmp_path):
+    module = {"weight": torch.arange(3.0)}
+    name = digest(module)
+    task = replace(REPORT, frozen=(FrozenModule(0, 1, name),))
+    assert ask(task) == Lacking((name,))
+    assert isinstance(ask(task, modules={name: module}), ClientUpdate)
+    node._bench.cache_clear()
+    assert isinstance(ask(task), ClientUpdate)
+    (file,) = (tmp_path / "home" / "modules").glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1])
+    assert ask(task) == Lacking((name,))
+
+
+def test_resources_are_what_the_config_says(ask):
+    assert ask(REPORT).resources == Resources(3_000_000, 2.5e9, 100.0)
+
+
+def test_resources_are_measured_where_the_config_is_silent(ask, monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(
+        probe, "machine_resources", lambda home, threads: asked.append((home, threads)) or Resources(7, 8.0, 9.0)
+    )
+    assert ask(REPORT, memory=0, flops=0, threads=3).resources == Resources(7, 8.0, 100.0)
+    assert asked == [(tmp_path / "home", 3)]
+
+
+def test_own_data_is_everything_there_is(ask, parts):
+    assert ask(REPORT).weight == parts.population.samples(1)
+    everything = ask(REPORT, shard="own").weight
+    assert everything == len(parts.dataset.train) + len(parts.dataset.test) == 1797
+
+
+def test_own_data_are_joined_in_order(parts):
+    place = Place.of({"partition-id": 1, "shard": "own"})
+    bench = node._bench(RUN, Terms.of(parts).to_text(), "", False)
+    data, every = node._own_data(bench, place), node._Joined(bench.dataset.train, bench.dataset.test)
+    assert len(data.validation) == round(0.2 * 1797)
+    assert len(data.train) + len(data.validation) == 1797
+    last = len(bench.dataset.train)
+    indices = torch.tensor([last, 0, last + 2, 3])
+    expected = [bench.dataset.test.fetch(torch.tensor([0])), bench.dataset.train.fetch(torch.tensor([0]))]
+    expected += [bench.dataset.test.fetch(torch.tensor([2])), bench.dataset.train.fetch(torch.tensor([3]))]
+    assert torch.equal(every.fetch(indices), torch.cat(expected))
+    assert every.labels[indices].tolist() == [
+        int(bench.dataset.test.labels[0]),
+        int(bench.dataset.train.labels[0]),
+        int(bench.dataset.test.labels[2]),
+        int(bench.dataset.train.labels[3]),
+    ]
+
+
+def test_normalisation_is_the_servers(parts):
+    """Whatever a node's own images look like, the model must see them as those of all others."""
+    terms = Terms.of(parts).model_copy(update={"mean": (0.25,), "std": (2.0,)})
+    bench = node._bench(RUN, terms.to_text(), "", False)
+    assert (bench.dataset.mean, bench.dataset.std) == ((0.25,), (2.0,))
+
+
+def test_terms_survive_the_journey(parts):
+    terms = Terms.of(parts, home="/x y", threads=2)
+    assert Terms.of_text(terms.to_text()) == terms
+    assert terms.mean == parts.dataset.mean
+    assert terms.parsed_config() == parts.config
+
+
+def test_pool_of_the_server_is_none_of_a_devices_business(ask, parts):
+    config = {**Terms.of(parts).config, "fleet": {"pool": "/nowhere/pool.toml"}}
+    assert isinstance(ask(REPORT, terms=Terms.of(parts).model_copy(update={"config": config})), ClientUpdate)
+
+
+def test_server_cannot_choose_a_devices_folder(ask, parts, tmp_path):
+    chosen = tmp_path / "chosen by the server"
+    ask(train(parts), terms=Terms.of(parts, home=str(chosen)))
+    assert not chosen.exists()
+    assert (tmp_path / "home" / RUN / "clients").is_dir()
+
+
+def test_actor_of_a_simulation_uses_the_runs_folder(ask, parts, tmp_path, monkeypatch):
+    monkeypatch.setattr(node, "_simulated", lambda: True)
+    terms = Terms.of(parts, home=str(tmp_path / "run"))
+    ask(train(parts), terms=terms)
+    assert [file.name for file in (tmp_path / "run" / "clients").rglob("*.safetensors")] == ["1.safetensors"]
+    expected = parts.population.resources(1, 1, parts.reserve)
+    assert ask(REPORT, terms=terms).resources == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"partition-id": 2}, "this node is client 2, but the task is for client 1"),
+        ({"partition-id": -1}, "partition-id = -1"),
+        ({"partition-id": "one"}, "partition-id = 'one'"),
+        ({"partition-id": True}, "partition-id = True"),
+        ({"partition-id": None}, 'no "partition-id"'),
+        ({"shard": "mine"}, "shard = 'mine'"),
+        ({"memory": "much"}, "'much' is not a size"),
+        ({"flops": -1.0}, "flops = -1.0"),
+        ({"bandwidth": "fast"}, "bandwidth = 'fast'"),
+        ({"threads": 0}, "threads = 0"),
+    ],
+)
+def test_node_config_that_does_not_fit_is_refused(ask, config, reason):
+    refusal = ask(REPORT, **config)
+    assert isinstance(refusal, Refusal)
+    assert reason in refusal.text
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"classes": 11}, "images of 1x8x8 in 10 classes, and those of the run are images of 1x8x8 in 11 classes"),
+        ({"shape": (3, 8, 8)}, "and those of the run are images of 3x8x8"),
+        ({"config": {"rounds": "many"}}, "as the server sent it"),
+        ({"config": {"data": {"name": "cifar10", "root": "/nowhere"}}}, "/nowhere"),
+    ],
+)
+def test_run_that_does_not_fit_is_refused(ask, parts, change, reason):
+    refusal = ask(REPORT, terms=Terms.of(parts).model_copy(update=change))
+    assert isinstance(refusal, Refusal)
+    assert reason in refusal.text
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", "[" * 100_000, json.dumps({"config": 3})])
+def test_damaged_terms_are_refused(ask, text):
+    refusal = ask(REPORT, terms=text)
+    assert isinstance(refusal, Refusal)
+    assert "the terms of the run cannot be read" in refusal.text
+
+
+def test_client_beyond_the_population_is_refused(ask):
+    refusal = ask(replace(REPORT, client=3), **{"partition-id": 3})
+    assert refusal == Refusal("this node is client 3, but the run has 3: 0 to 2")
+
+
+def test_unknown_model_is_refused(ask):
+    refusal = ask(replace(REPORT, architecture="resnet999"))
+    assert isinstance(refusal, Refusal)
+    assert "This run has: backbone" in refusal.text
+
+
+def test_defect_is_refused_with_its_text_and_logged(ask, monkeypatch, caplog):
+    def broken(*_: object) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(node, "run_client", broken)
+    assert ask(REPORT) == Refusal("MemoryError: no room")
+    assert "Traceback" in caplog.text
+
+
+def test_nonsense_is_refused():
+    refusal = unpack_answer(answer(RecordDict({"x": ConfigRecord({"y": 1})}), {"partition-id": 1}))
+    assert refusal == Refusal("the message has no header: it was not made by fedprophet")
+
+
+def test_home_by_default_is_the_users():
+    assert Place.of({"partition-id": 0}).home == Path("~/.local/share/fedprophet").expanduser()
+    with pytest.raises(ConfigError):
+        Place.of({})

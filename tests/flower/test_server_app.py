@@ -1,0 +1,178 @@
+"""The ServerApp plays a whole run on nodes, goes on with one that was killed, and says in sentences what is wrong."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+pytest.importorskip("flwr")
+
+from flwr.app import RecordDict
+
+from fedprophet.data import load
+from fedprophet.errors import CheckpointError, ConfigError, TrainingError
+from fedprophet.flower.node import answer
+from fedprophet.flower.protocol import is_hello
+from fedprophet.flower.server_app import engine_on, main, open_run
+from fedprophet.runs.config import load_config, to_toml
+from fedprophet.runs.journal import Journal
+from fedprophet.runs.run import RunFiles, Silent, play, reopen
+from fedprophet.runs.session import assemble
+
+CHANGES = {"method": "jfat", "rounds": 4, "population.clients": 3, "evaluate.clients": 2, "flower.deadline": 30.0}
+
+
+@pytest.fixture(autouse=True)
+def _threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def config(tiny, tmp_path) -> str:
+    file = tmp_path / "my config.toml"
+    file.write_text(to_toml(tiny(CHANGES)))
+    return str(file)
+
+
+def real(home: Path, client: int) -> Callable[[RecordDict], Any]:
+    place = {"partition-id": client, "home": str(home / str(client)), "threads": 1}
+    place |= {"memory": "1GB", "flops": 1e9, "bandwidth": 1e6 * (client + 1)}
+    return lambda record: answer(record, place)
+
+
+@pytest.fixture
+def pilot(fake_grid, tmp_path):
+    """Return a function that makes three nodes with homes of their own."""
+    return lambda name="nodes": fake_grid({10 + client: real(tmp_path / name, client) for client in range(3)})
+
+
+class KilledError(Exception):
+    """Stands for a `kill -9`: nothing is written on the way out."""
+
+
+class StoppedAfter(Silent):
+    def __init__(self, turn: int) -> None:
+        self.turn = turn
+
+    def round_done(self, record, seconds) -> None:
+        if record["round"] == self.turn:
+            raise KilledError
+
+
+def content(run: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    records = [{k: v for k, v in record.items() if k != "wire"} for record in Journal(run / "journal.jsonl").read()]
+    return {name: value.tolist() for name, value in load_file(run / "model.safetensors").items()}, records
+
+
+def test_whole_run_and_one_that_was_killed_are_the_same(pilot, config, tmp_path):
+    whole, killed = tmp_path / "whole run", tmp_path / "killed"
+    play(open_run({"config": config, "out": str(whole)}, engine_on(pilot("a"), False), False))
+    grid = pilot("b")
+    # The round that is repeated has been trained by the nodes before.
+    with pytest.raises(KilledError):
+        play(open_run({"config": config, "out": str(killed)}, engine_on(grid, False), False), StoppedAfter(3))
+    run = open_run({"out": str(killed), "resume": True}, engine_on(grid, False), False)
+    assert run.state.round == 2
+    play(run)
+    assert content(killed) == content(whole)
+    own = [
+        sorted(p.relative_to(tmp_path / n).parts[-1] for p in (tmp_path / n).rglob("clients/**/*.safetensors"))
+        for n in ("a", "b")
+    ]
+    assert own[0] == own[1]
+    assert own[0]
+    assert not list(whole.glob("clients/**/*.safetensors"))  # they are the nodes' own
+    results = json.loads((whole / "results.json").read_bytes())
+    totals = [record["wire"] for record in Journal(whole / "journal.jsonl").read()]
+    assert results["wire"] == {key: sum(each[key] for each in totals) for key in ("sent", "received", "jfat")}
+    assert results["faults"] == 0
+
+
+def test_run_goes_on_without_a_node_that_dies(pilot, config, tmp_path):
+    grid = pilot()
+    dying, tasks = grid.nodes[11], []
+
+    def dies_later(record: RecordDict) -> Any:
+        if not is_hello(record):
+            tasks.append(record)
+        return dying(record) if len(tasks) < 5 else None
+
+    grid.nodes[11] = dies_later
+    given = {"config": config, "out": str(tmp_path / "run"), "overrides": "flower.deadline=0.3"}
+    play(open_run(given, engine_on(grid, False), False))
+    faults = [record["faults"] for record in Journal(tmp_path / "run" / "journal.jsonl").read()]
+    assert faults[0] == {}
+    assert {"1": "no answer within 0.3 s"} in faults
+    assert all(set(each) <= {"1"} for each in faults)
+
+
+def test_nobody_answers_stops_the_run_with_the_reason(fake_grid, config, tmp_path):
+    grid = fake_grid({10: real(tmp_path, 7)})
+    grid.nodes[10] = lambda record: answer(record, {})
+    given = {"config": config, "out": str(tmp_path / "run"), "overrides": "flower.deadline=0.05"}
+    with pytest.raises(TrainingError, match=r"3 rounds in a row had no usable update.*not connected"):
+        play(open_run(given, engine_on(grid, False), False))
+
+
+def test_files_say_that_the_clients_are_elsewhere(pilot, config, tmp_path):
+    path = tmp_path / "run"
+    given = {"config": config, "out": str(path), "overrides": "rounds=2 engine=workers evaluate.steps=1"}
+    play(open_run(given, engine_on(pilot(), False), False))
+    files = RunFiles(path)
+    stored = load_config(files.config)
+    assert (stored.rounds, stored.engine, stored.evaluate.steps) == (2, "plain", 1)
+    identity = json.loads(files.flower.read_bytes())
+    assert identity["deployed"] is True
+    assert len(identity["run"]) == 32
+    with pytest.raises(CheckpointError, match=r"on other machines.*resume=true"):
+        reopen(path)
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"config": 3}, "config = 3"),
+        ({"out": True}, "out = True"),
+        ({"resume": "yes"}, "resume = 'yes'"),
+        ({"resume": True}, "resume = true needs the run's folder"),
+        ({"overrides": "seed='1"}, "overrides: No closing quotation"),
+        ({"overrides": "seed"}, "not KEY=VALUE"),
+        ({"config": "digit"}, "Did you mean 'digits'"),
+    ],
+)
+def test_run_config_that_does_not_fit(given, reason):
+    with pytest.raises(ConfigError, match=reason):
+        open_run(given, lambda parts: pytest.fail("nothing is assembled"), False)
+
+
+def test_resume_without_a_run(tmp_path):
+    with pytest.raises(CheckpointError, match="there is no run"):
+        open_run({"resume": True, "out": str(tmp_path)}, lambda parts: pytest.fail("nothing"), False)
+
+
+def test_main_prints_rounds(pilot, config, tmp_path, capsys):
+    out = tmp_path / "run of main"
+    main(pilot(), SimpleNamespace(run_config={"config": config, "out": str(out), "overrides": "rounds=2"}))
+    text = capsys.readouterr().out
+    assert "round 2/2" in text
+    assert f"Files: {out}" in text
+
+
+def test_main_prints_the_error_and_fails(pilot, capsys):
+    with pytest.raises(ConfigError):
+        main(pilot(), SimpleNamespace(run_config={"config": "digit"}))
+    assert "error: unknown preset 'digit'" in capsys.readouterr().out
+
+
+def test_model_of_your_own_is_refused(pilot, tiny):
+    config = tiny(CHANGES)
+    custom = config.model_copy(update={"data": config.data.model_copy(update={"name": "custom"})})
+    with pytest.raises(ConfigError, match="that the configuration names"):
+        assemble(custom, dataset=load("digits"), engine=engine_on(pilot(), False))
