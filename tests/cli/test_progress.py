@@ -165,6 +165,17 @@ def test_closing_words_of_a_baseline(memory, text):
     ]
 
 
+def test_closing_words_of_real_devices():
+    """There is no pool, so there is no time that it would have taken."""
+    console = Console(file=io.StringIO(), width=70)
+    memory = {"least_bytes": 2000, "peak_bytes": 2000}
+    closing_table({**RESULTS, "simulated": None, "memory": memory}, PATH, console)
+    said = console.file.getvalue()
+    assert "simulated" not in said
+    assert "would have taken" not in said
+    assert "Every client trained the whole model, which takes 2.0 kB.\n" in said
+
+
 def test_closing_words_of_a_cascade():
     console = Console(file=io.StringIO(), width=120)
     closing_table({**RESULTS, "stages": [{"clean": 0.5, "adversarial": 0.25}]}, PATH, console)

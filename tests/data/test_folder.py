@@ -86,7 +86,8 @@ def test_what_is_hidden_or_no_image_does_not_count(tree):
     (tree / "cat" / "greg").mkdir()
     flat(tree / "cat" / "greg" / "deeper.png", 200, 200, 200)
     assert len(folder.scan(tree).files) == 20
-    assert load("folder", tree, size=8).classes == 2
+    dataset = load("folder", tree, size=8)
+    assert (dataset.classes, dataset.names) == (2, ("cat", "dog"))
 
 
 def test_suffixes_in_any_case(tree):

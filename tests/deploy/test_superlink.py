@@ -13,7 +13,9 @@ import urllib.error
 import urllib.request
 
 import pytest
+from flwr.common.constant import NOOP_FLWR_AID
 from flwr.server.superlink.linkstate import LinkStateFactory
+from flwr.supercore.constant import TaskType
 from flwr.supercore.object_store import ObjectStoreFactory
 from flwr.superlink.federation import NoOpFederationManager
 
@@ -23,7 +25,7 @@ from fedprophet.deploy.keys import make_key_pair, registered_form
 from fedprophet.deploy.node import FILE, open_node
 from fedprophet.deploy.pilot import PilotFile, add_node, make_pilot, pilot_config, remove_node
 from fedprophet.deploy.status import pilot_status
-from fedprophet.deploy.superlink import Gate, _arguments, comes_from_here, register, serve
+from fedprophet.deploy.superlink import Gate, _arguments, comes_from_here, end_runs, register, serve
 
 HERE, THERE = ("192.0.2.1", 9092), ("192.0.2.99", 4711)
 CONTROL = ["/v1/control/start-run", "/v1/control/register-node", "/v1/runtime/acquire-task", "/docs", "/", "/v1/fleet"]
@@ -104,6 +106,15 @@ def test_the_folder_of_keys_is_who_may_connect(tmp_path, state):
     paths["node-0"].write_bytes(old)
     with pytest.raises(DeployError, match="was registered here before and then removed"):
         register(state, tmp_path)
+
+
+def test_runs_that_an_earlier_server_left_are_ended(state):
+    run = state.create_run(None, None, "0" * 64, {}, "@none/default", None, NOOP_FLWR_AID, TaskType.SERVER_APP)
+    assert [(info.run_id, info.status.status) for info in state.get_run_info()] == [(run, "pending")]
+    for _ in range(2):
+        end_runs(state)
+        status = state.get_run_info()[0].status
+        assert (status.status, status.sub_status) == ("finished", "stopped")
 
 
 def test_arguments(tmp_path):

@@ -232,6 +232,23 @@ def test_modules_are_not_sent_twice_nor_to_those_who_need_none(connect, parts):
     }
 
 
+def test_node_that_lost_what_it_had_meanwhile_gets_all_modules(connect, parts):
+    names = [parts.workspaces["backbone"].modules.add({"weight": torch.full((2,), float(i))}) for i in (7, 8)]
+    task = replace(report(0), frozen=tuple(FrozenModule(i, i + 1, name) for i, name in enumerate(names)))
+    attached = []
+
+    def forgetful(order: Order) -> RecordDict:
+        """Lack the second at first, then the first; with both it can begin."""
+        attached.append(set(order.modules))
+        wanted = {0: [names[1]], 1: [names[0]]}.get(len(order.modules))
+        return pack_lacking(wanted) if wanted else pack_update(reply_to(order.task))
+
+    engine = connect(fleet(_0=forgetful))
+    assert clients_of(engine.map([task])) == [0]
+    assert attached == [set(), {names[1]}, set(names)]
+    assert engine.account()["faults"] == {}
+
+
 def test_other_protocol_gets_no_tasks_and_a_clear_reason(connect):
     def old(record: RecordDict) -> RecordDict:
         hello = pack_hello(1)

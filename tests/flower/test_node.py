@@ -247,6 +247,21 @@ def test_run_that_does_not_fit_is_refused(ask, parts, change, reason):
     assert reason in refusal.text
 
 
+def test_other_classes_are_refused_by_name(ask, parts, monkeypatch):
+    here = node.load_dataset(Terms.of(parts).parsed_config())
+    named = replace(here, names=("cat", "dog", *map(str, range(8))))
+    monkeypatch.setattr(node, "load_dataset", lambda config: named)
+    node._bench.cache_clear()
+    terms = Terms.of(parts)
+    refusal = ask(REPORT, terms=terms.model_copy(update={"names": ("cat", "cow", *map(str, range(8)))}))
+    assert refusal == Refusal(
+        "the classes of the data here are not the run's (here and not in the run: 'dog'; in the run and not here: "
+        "'cow'). Give the folders the same names"
+    )
+    assert isinstance(ask(REPORT, terms=terms.model_copy(update={"names": named.names})), ClientUpdate)
+    node._bench.cache_clear()
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", "[" * 100_000, json.dumps({"config": 3})])
 def test_damaged_terms_are_refused(ask, text):
     refusal = ask(REPORT, terms=text)

@@ -18,8 +18,8 @@ class Terms(BaseModel):
     """A run, as its nodes see it.
 
     `classes`, `names`, `shape`, `mean` and `std` are those of the server's data: a node's own may have another mean,
-    and the model must see all images alike. `reserve` is R_min. The rest is for the nodes of a simulation, which share the
-    server's machine: the run's folder, the threads of a client, and how many of them run side by side.
+    and the model must see all images alike. `reserve` is R_min. The rest is for the nodes of a simulation, which share
+    the server's machine: the run's folder, the threads of a client, and how many of them run side by side.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
