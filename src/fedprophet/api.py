@@ -14,7 +14,7 @@ from fedprophet.errors import ConfigError
 from fedprophet.runs import results
 from fedprophet.runs.config import Config, load_config, parse_config
 from fedprophet.runs.evaluation import check_samples, evaluate_run
-from fedprophet.runs.run import Observer, play, reopen, start, write_model
+from fedprophet.runs.run import Observer, open_to_read, play, reopen, start, write_model
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def evaluate(
     """
     names = results.parse_attacks(attacks if isinstance(attacks, str) else ",".join(attacks))
     check_samples(samples)
-    run = reopen(Path(path), model, data)
+    run = open_to_read(Path(path), model, data)
     with closing(run.session):
         return evaluate_run(run, names, samples, masking_check).to_json()
 
@@ -79,7 +79,7 @@ def export(
     path: str | Path, out: str | Path, *, model: nn.Module | Chain | None = None, data: Dataset | None = None
 ) -> None:
     """Write a run's model as one safetensors file; its metadata say where its norm layers come from."""
-    run = reopen(Path(path), model, data)
+    run = open_to_read(Path(path), model, data)
     with closing(run.session):
         write_model(run, Path(out))
 

@@ -65,6 +65,21 @@ def test_json_is_all_there_is_on_standard_output(cli, pair):
     assert said.err == "written: out/comparison.md, out/comparison.csv\n"
 
 
+def test_out_writes_the_bytes_of_each_round_where_a_run_has_them(cli, pair, write_run, tmp_path):
+    journal = write_run("wired", "fedprophet", "seed=5") / "journal.jsonl"
+    record = {
+        **json.loads(journal.read_text()),
+        "wire": {"sent": 10, "received": 4, "jfat": 30},
+        "faults": {"3": "late"},
+    }
+    journal.write_text(json.dumps(record) + "\n")
+    said = cli("compare", *pair, "wired", "--out", "out", "--no-plot")
+    assert said.err == "written: out/comparison.md, out/comparison.csv, out/wire.csv\n"
+    assert (tmp_path / "out" / "wire.csv").read_text() == "run,round,sent,received,jfat,faults\nwired,1,10,4,30,1\n"
+    again = cli("compare", *pair, "--out", "out", "--no-plot")
+    assert "note: out/wire.csv is of an earlier comparison\n" in again.err
+
+
 def test_out_writes_the_page_the_sheet_and_the_picture(cli, pair, tmp_path):
     piped = cli("compare", *pair).out
     said = cli("compare", *pair, "--out", "a/b")

@@ -123,10 +123,60 @@ def test_init_refuses_in_a_sentence(cli, tmp_path):
     assert not (tmp_path / "pilot").exists()
 
 
-def test_without_flower_there_is_a_sentence(cli, monkeypatch):
-    monkeypatch.setattr(deploy.importlib.util, "find_spec", lambda name: None)
-    for arguments in (["init", "x"], ["server", "x"], ["node", "x"], ["run", "x"], ["status", "x"]):
-        assert "pip install 'fedprophet[flower]'" in cli("deploy", *arguments).error
+def test_init_knows_the_names_of_the_registries(cli, tmp_path):
+    assert "unknown method 'nope'" in cli("deploy", "init", "pilot", "--method", "nope").error
+    assert "unknown model 'nope'" in cli("deploy", "init", "pilot", "--set", "model.name=nope").error
+    assert "unknown dataset 'nope'" in cli("deploy", "init", "pilot", "--set", "data.name=nope").error
+    assert not (tmp_path / "pilot").exists()
+
+
+def test_init_at_odd_paths_is_a_sentence_about_the_path_given(cli, tmp_path):
+    (tmp_path / "afile").touch()
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    for path in ("afile/x", "/proc/nope/x", "circle"):
+        assert f"cannot make {path}: " in cli("deploy", "init", path).error
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["afile", "circle"]
+
+
+def test_init_in_the_folder_of_the_shell_and_through_a_link(cli, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "here")
+    before = (tmp_path / "here").stat().st_ino
+    assert cli("deploy", "init", "link", "--json").json["path"] == str(tmp_path / "here")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "here").stat().st_ino == before
+    (tmp_path / "dot").mkdir()
+    monkeypatch.chdir(tmp_path / "dot")
+    assert cli("deploy", "init", ".").code == 0
+    names = {path.name for path in Path().iterdir()}
+    assert {"deploy.toml", "config.toml", "ca", "nodes"} < names
+    assert {name for name in names if name.startswith(".")} == {".gitignore"}
+    assert cli("deploy", "status", ".").code == 0
+
+
+NEEDS_FLOWER = [["init", "x"], ["node", "x"], ["remove-node", "x", "node-0"]]
+NEEDS_FLOWER += [[name, "x"] for name in ("server", "run", "logs", "stop", "status", "add-node", "renew")]
+
+
+@pytest.mark.parametrize("arguments", NEEDS_FLOWER, ids=lambda arguments: arguments[0])
+def test_without_the_extra_there_is_a_sentence(cli, monkeypatch, arguments):
+    ours = [f"fedprophet.deploy.{name}" for name in ("certificates", "keys", "pilot", "control", "status", "launch")]
+    ours += [f"fedprophet.deploy.{name}" for name in ("node", "page")]
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ("flwr", "cryptography") or name in ours:
+            monkeypatch.delitem(sys.modules, name)
+    for name in ("flwr", "cryptography"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for name in ours:  # the modules of ours that were imported are put back, not those of this test
+        monkeypatch.delattr(deploy, name.rpartition(".")[2], raising=False)
+    assert "pip install 'fedprophet[flower]'" in cli("deploy", *arguments).error
+
+
+def test_every_command_is_tried_without_the_extra():
+    from fedprophet.cli.deploy import deploy_app
+
+    names = {command.name or command.callback.__name__ for command in deploy_app.registered_commands}
+    assert names == {arguments[0] for arguments in NEEDS_FLOWER} | {"probe"}
 
 
 # server and node
@@ -243,6 +293,8 @@ def test_a_mistake_in_the_configuration_is_told_before_anything_starts(cli, pilo
     serving()
     pilot.config.write_text(pilot.config.read_text().replace("rounds = 42", "rounds = 0"))
     assert "rounds: given 0" in cli("deploy", "run", "pilot").error
+    pilot.config.write_text(pilot.config.read_text().replace("rounds = 0", "rounds = 42").replace('"digits"', '"x"'))
+    assert "unknown dataset 'x'" in cli("deploy", "run", "pilot").error
     assert flower == []
 
 
@@ -252,7 +304,16 @@ def test_a_run_that_failed_says_so_and_how_to_go_on(cli, pilot, serving, flower,
     monkeypatch.setattr(launch, "watch", lambda *_: answers.all_runs.append(failed))
     said = cli("deploy", "run", "pilot").error
     assert "the run ended as finished:failed: no disk" in said
-    assert "--name run-1 --resume" in said
+    assert "--resume" not in said  # it has left nothing to go on with
+    assert f"Start it again: fedprophet deploy run {pilot.path}" in said
+    (pilot.runs / "run-1").mkdir()
+
+    def begun(*_):
+        (pilot.runs / "run-2").mkdir()
+        (pilot.runs / "run-2" / "config.toml").touch()
+
+    monkeypatch.setattr(launch, "watch", begun)
+    assert "--name run-2 --resume" in cli("deploy", "run", "pilot").error
 
 
 def test_a_server_that_goes_away_is_told(cli, pilot, serving, flower, monkeypatch):
@@ -345,6 +406,9 @@ def test_add_node_without_a_server(cli, pilot):
     assert "from its next start on" in said.out
     assert "population.clients in config.toml is now 3" in said.out
     assert "has a node already" in cli("deploy", "add-node", "pilot", "--client", "2").error
+    assert cli("deploy", "add-node", "pilot", "--client", "99999").code == 2
+    assert not pilot.folder("node-99999").exists()
+    assert cli("deploy", "add-node", "pilot", "--client", "9999").code == 0
 
 
 def test_remove_node(cli, pilot, serving):

@@ -224,3 +224,43 @@ def test_exported_norm_layers_are_the_weighted_mean_over_those_who_trained(run):
 def test_export_is_the_models_file_of_the_run(cli, run, tmp_path):
     cli("export", run, "--out", "again.safetensors")
     assert (tmp_path / "again.safetensors").read_bytes() == (run / "model.safetensors").read_bytes()
+
+
+# A run whose clients are on other machines
+
+
+@pytest.fixture
+def deployed(run, tmp_path):
+    """A finished run of a pilot, whose clients' layers are not here."""
+    (tmp_path / "pilot" / "runs").mkdir(parents=True)
+    (tmp_path / "pilot" / "deploy.toml").touch()
+    path = run.rename(tmp_path / "pilot" / "runs" / "run-1")
+    (path / "flower.json").write_text('{"run": "ab", "deployed": true}')
+    shutil.rmtree(path / "clients")
+    return path
+
+
+def test_a_deployed_run_is_exported_as_it_ended(cli, deployed, tmp_path):
+    assert cli("export", deployed, "--out", "there.safetensors").code == 0
+    assert (tmp_path / "there.safetensors").read_bytes() == (deployed / "model.safetensors").read_bytes()
+
+
+def test_of_a_deployed_run_the_global_model_is_measured(cli, deployed):
+    results = json.loads((deployed / "results.json").read_text())
+    said = cli("evaluate", deployed, "--attack", "clean,pgd2", "--json")
+    assert said.json["global"] == results["global"]
+    assert said.json["personalised"] == {}
+    assert "only the global model is measured here" in said.err
+    table = cli("evaluate", deployed, "--attack", "clean").out
+    assert "global" in table
+    assert cli("compare", deployed).code == 0
+
+
+def test_a_deployed_run_goes_on_with_its_pilot(cli, deployed):
+    command = f"Go on with: fedprophet deploy run {deployed.parent.parent} --name run-1 --resume"
+    assert command in cli("train", "--resume", deployed).error
+    (deployed / "results.json").unlink()
+    for arguments in (["evaluate", deployed], ["export", deployed, "--out", "x.safetensors"]):
+        said = cli(*arguments).error
+        assert "is not finished" in said
+        assert command in said

@@ -165,6 +165,23 @@ def test_closing_words_of_a_baseline(memory, text):
     ]
 
 
+@pytest.mark.parametrize(
+    ("lost", "words"),
+    [
+        (0, []),
+        (1, ["1 answer was missing or dropped; the journal says why."]),
+        (12, ["12 answers were missing or dropped; the journal says why."]),
+    ],
+)
+def test_closing_words_of_a_run_on_flower(lost, words):
+    console = Console(file=io.StringIO(), width=70)
+    wire = {"sent": 12_300_000, "received": 4_500, "jfat": 67_800_000}
+    closing_table({**RESULTS, "wire": wire, "faults": lost}, PATH, console)
+    lines = console.file.getvalue().splitlines()
+    start = lines.index("On the wire: 12.3 MB sent, 4.5 kB received; jFAT's training alone would have moved 67.8 MB.")
+    assert lines[start + 1 :] == [*words, "Rounds: 7, seed 1.", "Files: runs/one"]
+
+
 def test_closing_words_of_real_devices():
     """There is no pool, so there is no time that it would have taken."""
     console = Console(file=io.StringIO(), width=70)

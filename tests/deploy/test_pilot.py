@@ -4,6 +4,7 @@ import os
 import stat
 import tomllib
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 from flwr.cli.build import build_fab_from_disk
@@ -12,9 +13,10 @@ from flwr.cli.flower_config import read_superlink_connection
 from flwr.superlink.cli.flower_superlink import _parse_args_run_superlink
 
 from fedprophet.deploy import DeployError, page
+from fedprophet.deploy import pilot as pilots
 from fedprophet.deploy.certificates import make_authority
 from fedprophet.deploy.keys import make_key_pair, registered_form
-from fedprophet.deploy.node import open_node
+from fedprophet.deploy.node import open_node, port_of
 from fedprophet.deploy.pilot import (
     PilotFile,
     add_node,
@@ -127,6 +129,9 @@ def test_the_page_names_every_step(pilot):
         f"scp -pr {pilot.path}/nodes/node-1 DEVICE-1:",
         "--enable-supernode-auth",
         "FLWR_TELEMETRY_ENABLED=0",
+        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL=0.2",
+        "FLWR_HOME=",
+        "PATH=",
         f"{pilot.expiry():%Y-%m-%d}",
     ):
         assert line in text
@@ -155,11 +160,12 @@ def test_an_empty_folder_is_taken_and_a_failure_leaves_it_empty(tmp_path, monkey
     def full(*_):
         raise OSError("disk full")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(page, "app_text", full)
-        with pytest.raises(OSError, match="disk full"):
-            make_pilot(path, load_config(), PilotFile(server="localhost"), nodes=1)
-    assert list(tmp_path.rglob("*")) == [path]
+    for place in ((page, "app_text"), (pilots, "_put"), (Path, "rmdir")):  # the last: when all files were moved
+        with monkeypatch.context() as patch:
+            patch.setattr(*place, full)
+            with pytest.raises(ConfigError, match=f"cannot make {path}: disk full"):
+                make_pilot(path, load_config(), PilotFile(server="localhost"), nodes=1)
+        assert list(tmp_path.rglob("*")) == [path]
     make_pilot(path, load_config(), PilotFile(server="localhost"), nodes=1)
     assert (path / "README.md").is_file()
 
@@ -207,6 +213,24 @@ def test_one_more_node(pilot):
     assert raise_clients(pilot, 3) is False
     before, after = pilot_config(None, (), 2), load_config(pilot.config)
     assert after == before.model_copy(update={"population": before.population.model_copy(update={"clients": 3})})
+
+
+def test_a_node_beyond_the_last_port_begins_again(pilot):
+    assert [port_of(client) for client in (0, 65535 - 9094, 65536 - 9094)] == [9094, 65535, 9094]
+    add_node(pilot, client=99_999)
+    assert 9094 <= open_node(pilot.folder("node-99999")).file.port <= 65535
+
+
+def test_a_node_that_could_not_be_made_leaves_nothing_in_the_way(pilot, monkeypatch):
+    def full(*_):
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pilots, "make_key_pair", full)
+        with pytest.raises(OSError, match="disk full"):
+            add_node(pilot)
+    assert not pilot.folder("node-2").exists()
+    assert add_node(pilot) == "node-2"
 
 
 def test_a_removed_nodes_place_can_be_taken_again_with_a_new_key(pilot):

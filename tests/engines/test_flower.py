@@ -14,7 +14,7 @@ from flwr.app import ConfigRecord, Error, RecordDict
 
 from fedprophet.client.modules import digest
 from fedprophet.client.task import SERVER, ClientTask, ClientUpdate, FrozenModule, LocalTraining
-from fedprophet.engines import Parts
+from fedprophet.engines import Parts, flower
 from fedprophet.engines.embedded import EmbeddedEngine
 from fedprophet.engines.flower import FlowerEngine, Ledger, Pace
 from fedprophet.errors import FedProphetError, TrainingError
@@ -250,12 +250,7 @@ def test_node_that_lost_what_it_had_meanwhile_gets_all_modules(connect, parts):
 
 
 def test_other_protocol_gets_no_tasks_and_a_clear_reason(connect):
-    def old(record: RecordDict) -> RecordDict:
-        hello = pack_hello(1)
-        hello["header"]["protocol"], hello["header"]["version"] = 99, "9.9"
-        return hello
-
-    engine = connect({**fleet(), 101: old})
+    engine = connect({**fleet(), 101: lambda record: other_version(1)}, replace(QUICK, greeting=60.0))
     for _ in range(2):
         assert clients_of(engine.map([report(client) for client in CLIENTS])) == [0, 2]
         reason = engine.account()["faults"]["1"]
@@ -299,6 +294,174 @@ def test_client_comes_back_as_another_node(connect):
     engine.grid.nodes[200] = engine.grid.nodes.pop(101)
     assert clients_of(engine.map(tasks)) == [0, 1, 2]
     assert engine.account()["faults"] == {}
+
+
+class Clock:
+    """A time that passes only while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(flower, "time", clock)
+    return clock
+
+
+PATIENT = Pace(deadline=600, patience=60, greeting=30)
+
+
+def failing_at_first(client: int, answers: list[Any]) -> Callable[[RecordDict], Any]:
+    """Return a node that answers the first questions who it is with these, and then well."""
+    good = node(client)
+    return lambda record: answers.pop(0) if is_hello(record) and answers else good(record)
+
+
+def other_version(client: int) -> RecordDict:
+    hello = pack_hello(client)
+    hello["header"]["protocol"], hello["header"]["version"] = 99, "9.9"
+    return hello
+
+
+@pytest.mark.parametrize(
+    ("first", "who", "reason"),
+    [
+        (pack_refusal("no room on the disk"), "node 101", "no room on the disk"),
+        (Error(code=2, reason="it broke"), "node 101", "it broke"),
+        (RecordDict({"x": ConfigRecord({"y": 1})}), "node 101", "no header"),
+        (pack_hello(7), "node 101", "it says that it is client 7"),
+        (other_version(1), "1", "protocol 99"),
+    ],
+)
+def test_node_that_could_not_say_who_it_is_is_asked_again(connect, clock, first, who, reason):
+    engine = connect({**fleet(), 101: failing_at_first(1, [first, first])}, replace(PATIENT, patience=1))
+    tasks = [report(client) for client in CLIENTS]
+    assert clients_of(engine.map(tasks)) == [0, 2]
+    assert reason in engine.account()["faults"][who]
+    list(engine.map(tasks))
+    assert len([to for to, record in engine.grid.sent if to == 101]) == 1
+    clock.sleep(30)
+    engine.account()
+    assert clients_of(engine.map(tasks)) == [0, 2]
+    assert len([to for to, record in engine.grid.sent if to == 101]) == 2
+    assert set(engine.account()["faults"]) == {"1"}  # of a node that is nobody's, it has been said
+    clock.sleep(30)
+    assert clients_of(engine.map(tasks)) == [0, 1, 2]
+    assert engine.account()["faults"] == {}
+
+
+def test_node_that_cannot_be_used_is_asked_while_the_first_phase_waits(connect, clock):
+    broken = failing_at_first(1, [pack_refusal("not now")] * 3)
+    engine = connect({101: broken}, PATIENT)
+    assert clients_of(engine.map([report(1)])) == [1]
+    assert 90 <= clock.now - 1000 < 92
+
+
+def test_nobody_waits_for_a_node_that_is_asked_again(connect, clock):
+    silent = failing_at_first(1, [pack_refusal("no"), None])
+    engine = connect({**fleet(), 101: silent}, replace(PATIENT, patience=1))
+    list(engine.map([report(client) for client in CLIENTS]))
+    clock.sleep(30)
+    began = clock.now
+    assert clients_of(engine.map([report(client) for client in CLIENTS])) == [0, 2]
+    assert clock.now == began
+    assert len([to for to, record in engine.grid.sent if to == 101]) == 2
+
+
+def test_replacement_takes_over_when_the_old_node_is_gone(connect):
+    engine = connect(fleet(), Pace(deadline=30, interval=0.01, greeting=60))
+    tasks = [report(client) for client in CLIENTS]
+    list(engine.map(tasks))
+    engine.grid.nodes[201] = node(1, lambda order: pack_update(reply_to(order.task, weight=9.0)))
+    assert [update.weight for update in engine.map(tasks)] == [5.0, 5.0, 5.0]
+    assert engine.account()["faults"] == {"node 201": "it says that it is client 1, which node 101 is already"}
+    del engine.grid.nodes[101]  # Flower lists a node for a while after it has gone
+    assert [update.weight for update in engine.map(tasks)] == [5.0, 9.0, 5.0]
+    assert engine.account()["faults"] == {}
+
+
+def test_reason_of_a_node_that_was_a_client_before_is_its_clients(connect):
+    answers: list[Any] = []
+    engine = connect({**fleet(), 101: failing_at_first(1, answers)}, replace(QUICK, greeting=60.0))
+    tasks = [report(client) for client in CLIENTS]
+    list(engine.map(tasks))
+    away = engine.grid.nodes.pop(101)
+    list(engine.map(tasks))
+    assert engine.account()["faults"] == {"1": "not connected"}
+    engine.grid.nodes[101] = away
+    answers.append(pack_refusal("the disk is gone"))
+    for _ in range(2):
+        assert clients_of(engine.map(tasks)) == [0, 2]
+        assert engine.account()["faults"] == {"1": "the disk is gone"}
+
+
+ESCAPE = "\x1b[2J\x1b]0;owned\x07\u202e"
+
+
+@pytest.mark.parametrize(
+    "respond",
+    [
+        lambda order: pack_refusal(ESCAPE + "x" * 600),
+        lambda order: Error(code=2, reason=ESCAPE + "x" * 600),
+    ],
+)
+def test_text_of_a_node_cannot_steer_a_terminal(connect, caplog, respond):
+    hello = pack_hello(2)
+    hello["header"]["protocol"], hello["header"]["version"] = 99, ESCAPE
+    engine = connect({**fleet(_1=respond), 102: lambda record: hello, 103: lambda record: respond(None)})
+    assert clients_of(engine.map([report(client) for client in CLIENTS])) == [0]
+    faults = engine.account()["faults"]
+    assert set(faults) == {"1", "2", "node 103"}
+    assert all(text.isprintable() and len(text) <= 500 and "?[2J" in text for text in faults.values())
+    assert len(caplog.messages) == 2
+    assert all(text.isprintable() and len(text) < 600 and "?[2J" in text for text in caplog.messages)
+
+
+def test_text_of_a_broken_connection_cannot_steer_a_terminal(connect, caplog):
+    engine = connect(fleet())
+    list(engine.map([report(0)]))
+
+    def broken(*_: object) -> Any:
+        raise ConnectionError(ESCAPE)
+
+    engine.grid.get_node_ids = engine.grid.push_messages = broken
+    list(engine.map([report(0)]))
+    engine.grid.pull_messages = broken
+    list(engine._post.fetch(["message 9"]))
+    assert len(caplog.messages) == 3
+    assert all(text.isprintable() for text in caplog.messages)
+
+
+def test_few_answers_are_in_memory_at_a_time(connect, clock):
+    """There are 20 answers waiting, and 30 that nobody waits for any more: each fetch asks for eight at most."""
+    engine = connect(fleet(), Pace(deadline=0.3, interval=0.01))
+    list(engine.map([report(client) for client in CLIENTS]))
+    engine.grid.holding = {100}
+    list(engine.map([report(0, 2, number) for number in range(30)]))
+    asked, pull = [], engine.grid.pull_messages
+
+    def noted(ids):
+        ids = list(ids)
+        asked.append(len(ids))
+        return pull(ids)
+
+    engine.grid.pull_messages = noted
+    assert clients_of(engine.map([report(1, 3, number) for number in range(20)])) == [1] * 20
+    assert asked == [8, 8, 8, 4]  # 20 of this phase, and eight late ones
+    engine.account()
+    engine.grid.let_go()
+    for turn in range(4, 8):  # all late ones have their turn
+        list(engine.map([report(1, turn)]))
+    assert not engine._late
+    assert engine.account()["faults"] == {"0": "its answer of round 2 (report) came too late"}
 
 
 def test_account_counts_contents_both_ways(connect, parts):
@@ -388,12 +551,6 @@ def test_simulation_in_which_everybody_refuses(connect):
     assert clients_of(connect(fleet(**refuse), pace).map([report(client) for client in CLIENTS])) == [1]
 
 
-def test_simulation_of_too_few_nodes(connect):
-    nodes = {100: node(0), 101: node(1)}
-    with pytest.raises(TrainingError, match="num-supernodes=3"):
-        list(connect(nodes, Pace(deadline=30, simulated=True, interval=0.01)).map([report(2)]))
-
-
 def test_deadline_of_a_simulation_counts_from_the_last_answer(connect):
     def slow(order: Order) -> RecordDict:
         time.sleep(0.15)
@@ -417,4 +574,4 @@ def test_reasons_are_short_and_noted_once():
     ledger.fault(3, "a  reason\n" * 2)
     ledger.fault(3, "a reason a reason")
     ledger.fault(3, "x" * 5000)
-    assert ledger.close(0)["faults"] == {"3": "a reason a reason; " + "x" * 500 + "…"}
+    assert ledger.close(0)["faults"] == {"3": "a reason a reason; " + "x" * 499 + "…"}

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from base64 import b64encode
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from flwr.app import ConfigRecord, RecordDict
 
 from fedprophet.client.modules import digest
 from fedprophet.client.task import ClientTask, ClientUpdate, FrozenModule, LocalTraining, Resources
+from fedprophet.data.dataset import JoinedExamples
 from fedprophet.deploy import probe
 from fedprophet.engines import Parts
 from fedprophet.engines.embedded import EmbeddedEngine
@@ -29,9 +31,11 @@ from fedprophet.flower.protocol import (
     hello_request,
     pack_task,
     unpack_answer,
+    wire_bytes,
 )
 from fedprophet.flower.terms import Terms
 from fedprophet.runs.client_store import ClientStore
+from fedprophet.runs.files import tensors_to_bytes
 from fedprophet.runs.session import assemble
 
 RUN = "feedbeef"
@@ -160,7 +164,7 @@ def test_own_data_is_everything_there_is(ask, parts):
 def test_own_data_are_joined_in_order(parts):
     place = Place.of({"partition-id": 1, "shard": "own"})
     bench = node._bench(RUN, Terms.of(parts).to_text(), "", False)
-    data, every = node._own_data(bench, place), node._Joined(bench.dataset.train, bench.dataset.test)
+    data, every = node._own_data(bench, place), JoinedExamples(bench.dataset.train, bench.dataset.test)
     assert len(data.validation) == round(0.2 * 1797)
     assert len(data.train) + len(data.validation) == 1797
     last = len(bench.dataset.train)
@@ -200,6 +204,100 @@ def test_server_cannot_choose_a_devices_folder(ask, parts, tmp_path):
     ask(train(parts), terms=Terms.of(parts, home=str(chosen)))
     assert not chosen.exists()
     assert (tmp_path / "home" / RUN / "clients").is_dir()
+
+
+def test_server_cannot_choose_where_a_device_keeps_its_images(parts, monkeypatch):
+    cache = parts.config.data.model_copy(update={"cache": "/chosen/by/the/server"})
+    config = parts.config.model_copy(update={"data": cache}).model_dump(mode="json")
+    text = Terms.of(parts).model_copy(update={"config": config}).to_text()
+    asked, load = [], node.load_dataset
+
+    def noted(config):
+        asked.append(config.data.cache)
+        return load(parts.config)
+
+    monkeypatch.setattr(node, "load_dataset", noted)
+    node._bench(RUN, text, "", False)
+    node._bench(RUN, text, "", True)
+    assert asked == ["", "/chosen/by/the/server"]  # a simulation is on the server's own machine
+    node._bench.cache_clear()
+
+
+@pytest.fixture
+def started(tiny, tmp_path):
+    """Return the parts of a run with starting weights, whose file is gone when the nodes begin."""
+    file = tmp_path / "start.safetensors"
+    plain = make_parts(tiny({"method": "jfat", "population.clients": 3}))
+    generator = torch.Generator().manual_seed(5)
+    tensors = {
+        name: torch.rand(value.shape, generator=generator) + 0.5 if value.is_floating_point() else value
+        for name, value in plain.workspaces["backbone"].chain.tensors.items()
+    }
+    file.write_bytes(tensors_to_bytes(tensors, {"normalisation": "mean .25 std 2"}))
+    parts = make_parts(tiny({"method": "jfat", "population.clients": 3, "model.weights": str(file)}))
+    file.unlink()
+    return parts
+
+
+def test_starting_weights_are_the_servers_alone(ask, started, parts, same_tensors, tmp_path):
+    """The client's own first layers come with the terms, everything else with the task."""
+    task = train(started)
+    terms = Terms.of(started)
+    (expected,) = EmbeddedEngine(started.population, started.workspaces, started.reserve).map([task])
+    update = ask(task, terms=terms)
+    assert isinstance(update, ClientUpdate)
+    assert same_tensors(update.parameters, expected.parameters)
+    assert update.metrics == expected.metrics
+    # It would not be the same without them, and without weights nothing travels.
+    node._bench.cache_clear()
+    other = ask(task, terms=terms.model_copy(update={"layers": {}}), home=str(tmp_path / "another"))
+    assert not same_tensors(other.parameters, expected.parameters)
+    assert Terms.of(parts).layers == {}
+
+
+def test_normalisation_is_that_of_the_model(started):
+    """Starting weights may bring numbers of their own."""
+    terms = Terms.of(started)
+    assert (terms.mean, terms.std) == ((0.25,), (2.0,))
+    assert started.dataset.mean != (0.25,)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [{"other": ""}, {"backbone": "?"}, {"backbone": "AAAA"}, {"backbone": b64encode(tensors_to_bytes({})).decode()}],
+)
+def test_first_layers_that_do_not_fit_are_refused(ask, parts, layers):
+    refusal = ask(REPORT, terms=Terms.of(parts).model_copy(update={"layers": layers}))
+    assert isinstance(refusal, Refusal)
+    assert refusal.text.startswith("the terms of the run ")
+
+
+def with_flower(parts: Parts, **changes: Any) -> Terms:
+    flower = parts.config.flower.model_copy(update=changes)
+    return Terms.of(replace(parts, config=parts.config.model_copy(update={"flower": flower})))
+
+
+def test_updates_travel_in_the_numbers_that_the_config_says(parts, tmp_path):
+    def parameter_bytes(**changes: Any) -> int:
+        record = pack_task(train(parts), run=RUN, config=with_flower(parts, **changes).to_text())
+        home = {"partition-id": 1, "home": str(tmp_path / "home"), **MACHINE}
+        return wire_bytes(RecordDict({"parameters": answer(record, home)["parameters"]}))
+
+    whole = sum(value.nbytes for value in train(parts).parameters.values())
+    assert parameter_bytes() == whole
+    assert parameter_bytes(updates="bfloat16") == whole // 2
+
+
+def test_cache_is_as_large_as_the_config_says(ask, parts, tmp_path):
+    modules = [{"weight": torch.full((100,), float(value))} for value in (1, 2)]
+    terms = with_flower(parts, cache=600)  # one of them is 400 bytes and a header
+    for module in modules:
+        task = replace(REPORT, frozen=(FrozenModule(0, 1, digest(module)),))
+        assert isinstance(ask(task, modules={digest(module): module}, terms=terms), ClientUpdate)
+    kept = [file.stem for file in (tmp_path / "home" / "modules").glob("*.safetensors")]
+    assert kept == [digest(modules[1])]
+    task = replace(REPORT, frozen=(FrozenModule(0, 1, digest(modules[0])),))
+    assert ask(task, terms=terms) == Lacking((digest(modules[0]),))
 
 
 def test_actor_of_a_simulation_uses_the_runs_folder(ask, parts, tmp_path, monkeypatch):

@@ -16,9 +16,10 @@ from flwr.app import RecordDict
 
 from fedprophet.data import load
 from fedprophet.errors import CheckpointError, ConfigError, TrainingError
+from fedprophet.flower import server_app
 from fedprophet.flower.node import answer
 from fedprophet.flower.protocol import is_hello
-from fedprophet.flower.server_app import engine_on, main, open_run
+from fedprophet.flower.server_app import engine_on, expect_nodes, main, open_run
 from fedprophet.runs.config import load_config, to_toml
 from fedprophet.runs.journal import Journal
 from fedprophet.runs.run import RunFiles, Silent, play, reopen
@@ -169,6 +170,28 @@ def test_main_prints_the_error_and_fails(pilot, capsys):
     with pytest.raises(ConfigError):
         main(pilot(), SimpleNamespace(run_config={"config": "digit"}))
     assert "error: unknown preset 'digit'" in capsys.readouterr().out
+
+
+def test_simulation_of_too_few_nodes_is_refused_before_anything_is_written(pilot, config, tmp_path, monkeypatch):
+    monkeypatch.setattr(server_app, "SECONDS_TO_REGISTER", 0.1)
+    out = tmp_path / "run"
+    given = {"config": config, "out": str(out), "overrides": "population.clients=5"}
+    with pytest.raises(ConfigError, match=r"3 nodes, and the run 5 clients.*'num-supernodes=5'.*population.clients=3"):
+        open_run(given, engine_on(pilot(), True), True)
+    assert not out.exists()
+
+
+def test_simulation_without_nodes_is_refused(fake_grid, monkeypatch):
+    monkeypatch.setattr(server_app, "SECONDS_TO_START", 0.1)
+    with pytest.raises(ConfigError, match="0 nodes"):
+        expect_nodes(fake_grid({}), 2)
+
+
+def test_nodes_of_a_simulation_come_one_after_the_other(fake_grid, monkeypatch):
+    grid, moments = fake_grid({}), iter([0, 0, 1, 1, 2, 3])
+    monkeypatch.setattr(grid, "get_node_ids", lambda: range(next(moments)))
+    expect_nodes(grid, 3)
+    assert next(moments, None) is None
 
 
 def test_model_of_your_own_is_refused(pilot, tiny):

@@ -194,7 +194,14 @@ def test_nobody_measuring_for_rounds_stops_the_run(settings, tiny, play_in_memor
 
 @pytest.mark.parametrize("method", ["fedprophet", "heterofl"])
 @pytest.mark.parametrize(
-    "resources", [Resources(-1, 1e9, 1e9), Resources(10**6, 0.0, 1e9), Resources(10**6, math.nan, 1.0)]
+    "resources",
+    [
+        Resources(-1, 1e9, 1e9),
+        Resources(10**400, 1e9, 1e9),
+        Resources(10**6, 0.0, 1e9),
+        Resources(10**6, 1e9, 5e-324),
+        Resources(10**6, math.nan, 1.0),
+    ],
 )
 def test_a_report_that_cannot_be_is_dropped(method, resources, settings, tiny, play_in_memory):
     class Wrong:
@@ -261,6 +268,98 @@ def test_a_model_whose_scores_are_not_finite_says_nothing(method, settings, tiny
     assert distilled == SERVER
     targets = played.of(1, "distill")[0][0].targets
     assert finite({name: value.double() for name, value in targets.items()})
+
+
+# Finite, and yet too large ------------------------------------------------------------------------------------------
+
+
+def _wide(update):
+    return replace(update, parameters={name: value.double() * 0 + 1e300 for name, value in update.parameters.items()})
+
+
+def _heavy(update):
+    return replace(update, weight=1e308)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("poison", "reason"), [(_wide, "is not finite in the model's type"), (_heavy, "1e+308")])
+def test_updates_that_would_overflow_the_model_are_dropped(
+    method, poison, reason, settings, tiny, play_in_memory, poisoned
+):
+    config = tiny({**settings, "method": method})
+    cohort = play_in_memory(config, rounds=0).session.world.cohort(1)
+    played = play_in_memory(config, poisoned(poison, [1], cohort[:2]), rounds=1)
+    assert list(played.records[0]["dropped"]) == [str(client) for client in sorted(cohort[:2])]
+    assert all(reason in why for why in played.records[0]["dropped"].values())
+    assert finite(played.states[-1].model)
+    assert math.isfinite(played.records[0]["loss"])
+
+
+class Changed:
+    """An engine whose answers of one kind, in some rounds, are changed on their way."""
+
+    def __init__(self, engine, kind, change, rounds=range(99)):
+        self.engine, self.kind, self.change, self.rounds = engine, kind, change, rounds
+
+    def map(self, tasks):
+        for update in self.engine.map(tasks):
+            hit = update.kind == self.kind and update.round in self.rounds
+            yield self.change(update) if hit else update
+
+
+def _sure(update):
+    """An evaluation in which all is right, and that nobody can outweigh."""
+    samples = update.metrics["samples"]
+    return replace(update, weight=1e308, metrics={**update.metrics, "clean": samples, "adversarial": samples})
+
+
+@pytest.mark.parametrize("method", ["jfat", "fedprophet"])
+def test_a_round_whose_evaluations_cannot_be_does_not_become_the_best(method, settings, tiny, play_in_memory, scripted):
+    config = tiny({**settings, "method": method, "rounds": 3, "memory.budget": "100%"})
+    accuracies = {1: (0.4, 0.2), 2: (0.5, 0.3), 3: (0.2, 0.1)}
+    played = play_in_memory(config, lambda e: Changed(scripted(accuracies)(e), "evaluate", _sure, [1, 3]), rounds=3)
+    assert ["clean" in record for record in played.records] == [False, True, False]
+    assert all("its weight is 1e+308" in why for why in played.records[0]["dropped"].values())
+    assert played.records[1]["best_round"] == 2
+    assert finite(played.states[-1].best_model)
+    reached = played.session.method.results(played.states[-1])
+    assert (reached["stages"][0] if method == "fedprophet" else reached["best"])["round"] == 2
+
+
+def test_a_measurement_that_nobody_can_outweigh_is_dropped(settings, tiny, play_in_memory):
+    """Of the clients that measure, one claims a weight and another a perturbation that cannot be."""
+    plain = play_in_memory(tiny(settings), rounds=2)
+    heavy, wrong = sorted(answer.client for answer in plain.of(2, "measure")[1])[:2]
+
+    def change(update):
+        if update.client == heavy:
+            return replace(update, weight=1e308, metrics={"magnitude": 1e6})
+        return replace(update, metrics={"magnitude": math.inf}) if update.client == wrong else update
+
+    played = play_in_memory(tiny(settings), lambda engine: Changed(engine, "measure", change), rounds=2)
+    assert played.records[1]["dropped"] == {
+        str(heavy): "its weight is 1e+308",
+        str(wrong): "its measured perturbation is inf",
+    }
+    honest = [a for a in plain.of(2, "measure")[1] if a.client not in (heavy, wrong)]
+    expected = sum(a.weight * a.metrics["magnitude"] for a in honest) / sum(a.weight for a in honest)
+    assert played.records[1]["fixed"]["magnitude"] == pytest.approx(expected)
+
+
+def test_thousands_of_foreign_names_make_a_short_line(settings, tiny, play_in_memory, poisoned):
+    def flood(update):
+        names = {f"\x1b[2J{number:05}{'x' * 1000}": torch.zeros(1) for number in range(5000)}
+        return replace(update, parameters={**update.parameters, **names})
+
+    config = tiny({**settings, "method": "jfat"})
+    victim = play_in_memory(config, rounds=0).session.world.cohort(1)[0]
+    played = play_in_memory(config, poisoned(flood, [1], [victim]), rounds=1)
+    reason = played.records[0]["dropped"][str(victim)]
+    assert reason.startswith("it sent parameters that were not asked for: [")
+    assert reason.endswith("and 4995 more")
+    assert len(reason) <= 500
+    assert reason.isprintable()
+    assert len(encode(played.records[0])) < 2000
 
 
 # Too few -------------------------------------------------------------------------------------------------------------

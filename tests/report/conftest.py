@@ -27,7 +27,8 @@ def cell(accuracy: float, samples: int = 100) -> dict[str, Any]:
 def write_run(tmp_path: Path) -> Callable[..., Path]:
     """Return a function that writes a run's folder; `finished=False` leaves its closing summary out.
 
-    `notes` are what the first rounds of its journal have beside their times.
+    `notes` are what the first rounds of its journal have beside their times. `deployed` is what a run on Flower says of
+    its clients.
     """
 
     def write(
@@ -42,6 +43,7 @@ def write_run(tmp_path: Path) -> Callable[..., Path]:
         evaluation: Mapping[str, Any] | None = None,
         notes: Sequence[Mapping[str, Any]] = (),
         finished: bool = True,
+        deployed: bool | None = None,
     ) -> Path:
         path = tmp_path / name
         path.mkdir(parents=True)
@@ -62,6 +64,8 @@ def write_run(tmp_path: Path) -> Callable[..., Path]:
             "global": {"clean": cell(clean / 2, 360), attack: cell(pgd / 2, 360)},
             **(results or {}),
         }
+        if deployed is not None:
+            (path / "flower.json").write_text(json.dumps({"run": "0123", "deployed": deployed}))
         if finished:
             (path / "results.json").write_text(json.dumps(summary))
         if autoattack is not None:

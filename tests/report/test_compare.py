@@ -7,6 +7,7 @@ import pytest
 from fedprophet.methods import METHODS
 from fedprophet.report.compare import PAPER_NAMES, REFERENCE, Statistic, compare
 from fedprophet.report.notes import reading, setting_notes
+from fedprophet.report.tables import document
 
 FAST = [[(1, 3, 1, 10)]]  # 4 s
 SLOW = [[(2, 8, 1, 10)]]  # 10 s
@@ -124,6 +125,54 @@ def test_of_the_same_run_on_two_engines_the_one_that_counted_bytes_stays(write_r
         f"{tmp_path / 'a'} has the settings and the seed of {tmp_path / 'b'} (engine plain, there engine flower-sim): "
         "it is left out",
     )
+
+
+def test_real_devices_are_a_setting_of_their_own(write_run):
+    """With the settings and the seed of a run on the plain engine, and of one with another pool."""
+    paths = [
+        write_run("plain", "jfat", "engine=plain"),
+        write_run("real", "jfat", "engine=plain", deployed=True),
+        write_run("ours", "fedprophet", "engine=flower-sim", "fleet.exponent=-1.6", deployed=True),
+        write_run("open", "fedprophet", "seed=3", deployed=True, finished=False),
+    ]
+    comparison = compare(paths)
+    assert comparison.notes == ()
+    simulated, real = comparison.settings
+    assert [[run.path.name for run in setting.runs] for setting in comparison.settings] == [
+        ["plain"],
+        ["real", "ours", "open"],
+    ]
+    clients = simulated.title.split(", ")[-1]
+    assert real.title == f"digits, real devices, {clients}"
+    assert "fleet" in simulated.title
+    assert all(row.time("total") is None and row.speedup is None for row in real.rows)
+    assert all("fleet" not in row.label for row in real.rows)
+    assert said(real, "Flower, real devices") == (
+        "Carried out by Flower, real devices: the pool of the configuration played no part, so that no time is "
+        "simulated and no speed-up known. Runs on simulated devices have tables of their own."
+    )
+    notes = "\n".join(setting_notes(real))
+    assert "fedprophet train" not in notes, "a deployed run goes on with Flower"
+    assert "AA is not measured for jFAT, FedProphet." in notes
+    assert "No speed-up for" not in notes
+    assert "Rows differ in fleet" not in notes
+    assert "is not finished: 2 rounds so far; memory is that so far. Go on with: flwr run" in notes
+    assert not any("Flower, real devices" in note for note in setting_notes(simulated))
+    engines = [run["engine"] for row in document(comparison)["settings"][1]["rows"] for run in row["runs"]]
+    assert set(engines) == {"Flower, real devices"}
+
+
+def test_on_real_devices_autoattack_of_the_exported_model_is_all_there_can_be(write_run):
+    measured = {"round": 2, "personalised": {}, "global": {"autoattack": {"accuracy": 0.2, "samples": 50}}}
+    setting = only(compare([write_run("a", deployed=True, evaluation=measured)]))
+    assert setting.rows[0].accuracy("global", "aa").value.mean == 0.2
+    assert not any("AA is not measured" in note for note in setting_notes(setting))
+    assert said(only(compare([write_run("b", evaluation=measured)])), "AA is not measured for jFAT.")
+
+
+def test_a_second_run_of_one_seed_on_real_devices_is_said(write_run, tmp_path):
+    comparison = compare([write_run("a", deployed=True), write_run("b", deployed=True)])
+    assert comparison.notes == (f"{tmp_path / 'b'} has the settings and the seed of {tmp_path / 'a'}: it is left out",)
 
 
 def test_faults_are_named(write_run):

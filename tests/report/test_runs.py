@@ -5,7 +5,7 @@ import json
 import pytest
 
 from fedprophet.errors import CheckpointError, ConfigError
-from fedprophet.report.runs import Measured, Memory, Reached, Time, read_run
+from fedprophet.report.runs import Measured, Memory, Reached, Time, Wire, read_run
 from fedprophet.runs.run import play, start
 
 
@@ -70,6 +70,30 @@ def test_bytes_on_the_wire_are_added_up_and_faults_counted(write_run):
 def test_a_damaged_account_is_named(write_run, wire):
     with pytest.raises(CheckpointError, match=r"round 1 of the journal .* is damaged"):
         read_run(write_run("a", notes=[{"wire": wire}]))
+
+
+def test_the_bytes_of_each_round_are_kept(write_run):
+    first, second = read_run(write_run("a", notes=WIRED)).wire_rounds
+    assert (first.round, first.wire, first.faults) == (1, Wire(1000, 200, 9000), 1)
+    assert (second.round, second.wire, second.faults) == (2, Wire(500, 300, 1000), 2)
+    _, unknown = read_run(write_run("b", notes=[WIRED[0], {"missing": {"train": [1]}}])).wire_rounds
+    assert (unknown.round, unknown.wire, unknown.faults) == (2, None, 1)
+    assert read_run(write_run("c")).wire_rounds == ()
+
+
+def test_real_devices_have_no_simulated_time(write_run):
+    run = read_run(write_run("a", "jfat", "engine=plain", deployed=True))
+    assert (run.deployed, run.engine, run.time) == (True, "Flower, real devices", None)
+    assert (run.memory.least, run.memory.peak) == (40, 50)
+    assert run.notes == ()
+    simulated = read_run(write_run("b", "jfat", "engine=flower-sim", deployed=False))
+    assert (simulated.deployed, simulated.engine, simulated.time.total) == (False, "flower-sim", 19)
+    path = write_run("c", deployed=True)
+    (path / "journal.jsonl").write_text('{"round":1,"times":{}}\n')
+    assert read_run(path).notes == ("memory is not known: its journal has 1 of its 2 rounds",)
+    (path / "flower.json").write_text("[")
+    with pytest.raises(CheckpointError, match=r"flower.json is damaged. Put it back from a copy"):
+        read_run(path)
 
 
 def test_accuracies_of_the_summary_and_of_later_evaluations(write_run):

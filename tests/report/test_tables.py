@@ -19,6 +19,7 @@ from fedprophet.report.tables import (
     text_tables,
     time_text,
     time_unit,
+    wire_csv,
 )
 
 HOUR = Unit("h", 3600)
@@ -118,7 +119,21 @@ def test_bytes_on_the_wire_by_hand(write_run):
         ("jFAT", "12.0 MB", "10.0 MB", "22.0 MB", "20.0 MB", "110.0 %", "0"),
         ("FedProphet", "3.00 MB", "2.00 MB", "5.00 MB", "20.0 MB", "25.0 %", "1"),
     )
-    assert any("as the server counted them" in line for line in reading(comparison))
+    assert table.headings[-3:] == (("jFAT's", "total"), ("", "of jFAT's"), ("", "Faults"))
+    assert table.title == "Bytes on the wire in all rounds (jFAT's: its training alone), and faults of clients"
+    (wire_note,) = [line for line in reading(comparison) if line.startswith("Wire")]
+    assert "evaluations included, as the server counted them. jFAT's: those of its training alone" in wire_note
+    rounds = list(csv.DictReader(io.StringIO(wire_csv(comparison))))
+    assert list(rounds[0]) == ["run", "round", "sent", "received", "jfat", "faults"]
+    assert [tuple(line.values())[1:] for line in rounds] == [
+        ("1", "6000000", "5000000", "10000000", "0"),
+        ("2", "6000000", "5000000", "10000000", "0"),
+        ("1", "2000000", "1000000", "20000000", "0"),
+        ("2", "", "", "", "1"),
+        ("1", "4000000", "3000000", "20000000", "0"),
+        ("2", "", "", "", "0"),
+    ]
+    assert [line["run"] for line in rounds] == [str(path) for path in paths[:3] for _ in range(2)]
     lines = {line["row"]: line for line in csv.DictReader(io.StringIO(csv_text(comparison)))}
     assert [lines["FedProphet"][f"wire_{part}_mb"] for part in ("sent", "received", "total", "jfat")] == [
         "3.000000",
@@ -139,6 +154,7 @@ def test_without_flower_there_is_no_table_of_bytes(write_run):
     comparison = compare([write_run("a")])
     assert not any("wire" in table.title for table in text_tables(comparison.settings[0]))
     assert not any("Wire" in line for line in reading(comparison))
+    assert wire_csv(comparison) is None
 
 
 def test_without_baselines_there_is_no_table_of_rounds(write_run):

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +15,12 @@ from safetensors import safe_open
 from torch import nn
 
 from fedprophet.cascade.atoms import chain_of
+from fedprophet.engines import make_engine
 from fedprophet.engines.embedded import EmbeddedEngine
 from fedprophet.errors import CheckpointError, ConfigError, TrainingError
+from fedprophet.runs.files import how_to_resume
 from fedprophet.runs.journal import Journal
-from fedprophet.runs.run import RunFiles, RunStoppedError, Silent, play, reopen, start
+from fedprophet.runs.run import RunFiles, RunStoppedError, Silent, open_to_read, play, reopen, start
 
 # Two modules, four rounds, as little work as possible.
 SMALL = {"rounds": 2, "memory.budget": "60%", "train.iterations": 1, "attack.steps": 1, "attack.feature_steps": 1}
@@ -430,6 +433,78 @@ def test_three_rounds_in_a_row_without_an_update_stop_the_run(tiny, tmp_path, mo
     run = reopen(path)
     assert (run.state.round, run.state.failures) == (6, 3)
     assert play(run)["rounds"] == 8
+
+
+# A run on other machines ---------------------------------------------------------------------------------------------
+
+
+class Accounting:
+    """An engine that counts each task as a byte sent, and has a fault of client 0 in every account."""
+
+    def __init__(self, engine):
+        self.engine, self.sent, self.all_sent, self.accounts = engine, 0, 0, []
+
+    def map(self, tasks):
+        tasks = list(tasks)
+        self.sent += len(tasks)
+        self.all_sent += len(tasks)
+        yield from self.engine.map(tasks)
+
+    def account(self):
+        wire = {"sent": self.sent, "received": 2 * self.sent, "jfat": 0}
+        self.sent = 0
+        self.accounts.append({"wire": wire, "faults": {"0": f"reason {len(self.accounts)}"}})
+        return self.accounts[-1]
+
+
+def test_the_closing_evaluation_has_an_account_of_its_own(tiny, tmp_path):
+    run = start(tiny(SMALL), tmp_path / "run", engine=lambda parts: Accounting(make_engine(parts)))
+    results, engine = play(run), run.session.engine
+    *rounds, last = engine.accounts
+    assert len(rounds) == results["rounds"]
+    assert results["closing"] == last
+    assert last["wire"]["sent"] > 0
+    assert results["wire"] == {
+        part: sum(account["wire"][part] for account in rounds) for part in ("sent", "received", "jfat")
+    }
+    assert results["faults"] == len(rounds)
+    # Nothing was asked after the account: it is complete.
+    assert engine.sent == 0
+    assert results["wire"]["sent"] + results["closing"]["wire"]["sent"] == engine.all_sent
+
+
+def test_an_engine_without_accounts_has_none_at_the_end(tiny, tmp_path):
+    assert {"closing", "wire", "faults"}.isdisjoint(play(start(tiny(SMALL), tmp_path / "run")))
+
+
+@pytest.mark.parametrize("where", ["pilot/runs/run 1", "alone/run 1"])
+def test_how_a_deployed_run_goes_on(tiny, tmp_path, where):
+    path = tmp_path / where
+    with pytest.raises(RunStoppedError):
+        play(start(tiny(SMALL), path), Stop(after_round=1))
+    assert how_to_resume(path) == f"fedprophet train --resume '{path}'"
+    (tmp_path / "pilot").mkdir(exist_ok=True)
+    (tmp_path / "pilot" / "deploy.toml").touch()
+    (path / "flower.json").write_text('{"run": "ab", "deployed": true}')
+    expected = {
+        "pilot/runs/run 1": f"fedprophet deploy run {tmp_path}/pilot --name 'run 1' --resume",
+        "alone/run 1": f"flwr run APP SERVER --run-config 'out=\"{path}\" resume=true'",
+    }[where]
+    assert how_to_resume(path) == expected
+    for open_ in (reopen, open_to_read):
+        with pytest.raises(CheckpointError, match=re.escape(f"Go on with: {expected}")):
+            open_(path)
+    (path / "flower.json").write_text('{"run": "ab", "deployed": false}')
+    assert how_to_resume(path) == f"fedprophet train --resume '{path}'"
+    (path / "flower.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"flower\.json is damaged. Put it back from a copy"):
+        reopen(path)
+
+
+def test_a_pilots_run_is_known_before_its_first_task(tmp_path):
+    (tmp_path / "deploy.toml").touch()
+    assert "deploy run" in how_to_resume(tmp_path / "runs" / "run-1")
+    assert "train --resume" in how_to_resume(tmp_path / "other" / "run-1")
 
 
 # A model of one's own -----------------------------------------------------------------------------------------------

@@ -80,6 +80,15 @@ TASK = ClientTask("train", 1, 1, 0, parameters={"w": torch.zeros(2)})
         (_update(v=torch.ones(2)), "it sent parameters that were not asked for: ['v']"),
         (_update(weight=0.0, w=torch.ones(2)), "its weight is 0.0"),
         (_update(weight=float("inf"), w=torch.ones(2)), "its weight is inf"),
+        (_update(weight=float("nan"), w=torch.ones(2)), "its weight is nan"),
+        (_update(weight=-1.0, w=torch.ones(2)), "its weight is -1.0"),
+        (_update(weight=1e308, w=torch.ones(2)), "its weight is 1e+308"),
+        (_update(weight=2.0**54, w=torch.ones(2)), "its weight is 1.8014398509481984e+16"),
+        (_update(weight=2.0**53, w=torch.ones(2)), None),
+        (_update(loss=1e300, w=torch.ones(2)), None),
+        (_update(w=torch.tensor([1.0, 1e300], dtype=torch.float64)), "w is not finite in the model's type"),
+        (_update(w=torch.tensor([1.0, 3e38], dtype=torch.float64)), None),
+        (_update(w=torch.tensor([1.0, 3e38], dtype=torch.bfloat16)), None),
         (replace(_update(w=torch.ones(2)), metrics={}), "it has no loss"),
         (_update(), "it lacks parameters that were asked for: ['w']"),
         (_update(w=torch.ones(2, dtype=torch.int64)), "w has type torch.int64 instead of torch.float32"),
@@ -120,15 +129,47 @@ def test_an_update_of_somebody_who_was_not_asked_is_named() -> None:
 
 def test_layers_of_its_own_that_a_client_owes_are_checked() -> None:
     update = _update(w=torch.ones(2))
-    asked = {"bn.mean": torch.Size([2])}
+    asked = {"bn.mean": torch.zeros(2)}
     assert fault(TASK, update, asked) == "it lacks layers of its own that were asked for: ['bn.mean']"
     wrong = replace(update, local={"bn.mean": torch.ones(3)})
     assert fault(TASK, wrong, asked) == "bn.mean has shape (3,) instead of (2,)"
     right = replace(update, local={"bn.mean": torch.ones(2), "more": torch.ones(1)})
     assert fault(TASK, right, asked) is None
+    whole = replace(update, local={"bn.mean": torch.ones(2, dtype=torch.int64)})
+    assert fault(TASK, whole, asked) == "bn.mean has type torch.int64 instead of torch.float32"
+    large = replace(update, local={"bn.mean": torch.full((2,), 1e300, dtype=torch.float64)})
+    assert fault(TASK, large, asked) == "bn.mean is not finite in the model's type"
     usable, dropped = sift([TASK], [wrong], lambda task: asked if task is TASK else {})
     assert (usable, list(dropped)) == ([], [1])
 
 
 def test_mean_metric_is_weighted() -> None:
     assert mean_metric([_update(weight=1.0, loss=4.0), _update(weight=3.0, loss=0.0)], "loss") == 1.0
+
+
+def test_the_mean_of_finite_numbers_is_finite() -> None:
+    updates = [_update(weight=2.0**53, loss=1e308), _update(weight=2.0**53, loss=1.5e308)]
+    assert mean_metric(updates, "loss") == pytest.approx(1.25e308)
+
+
+def test_the_largest_update_that_is_used_leaves_the_average_finite() -> None:
+    large = torch.tensor([torch.finfo(torch.float32).max, 1.0], dtype=torch.float64)
+    updates = [_update(client, 2.0**53, w=large) for client in (1, 2)]
+    usable, dropped = sift([TASK, replace(TASK, client=2)], updates)
+    assert dropped == {}
+    new = partial_average(TASK.parameters, [(update.weight, update.parameters) for update in usable])["w"]
+    assert new.dtype == torch.float32
+    assert new.tolist() == [torch.finfo(torch.float32).max, 1.0]
+
+
+def test_of_many_names_a_few_are_given() -> None:
+    names = [f"n{number}" for number in range(7)]
+    sent = {name: torch.zeros(1) for name in names}
+    shown = "['n0', 'n1', 'n2', 'n3', 'n4'] and 2 more"
+    assert fault(TASK, _update(w=torch.ones(2), **sent)) == f"it sent parameters that were not asked for: {shown}"
+    task = replace(TASK, parameters=sent)
+    assert fault(task, _update()) == f"it lacks parameters that were asked for: {shown}"
+    reason = fault(replace(TASK, parameters={}), _update(), sent)
+    assert reason == f"it lacks layers of its own that were asked for: {shown}"
+    long = fault(TASK, _update(w=torch.ones(2), **{"x" * 10_000: torch.zeros(1), "y": torch.zeros(1)}))
+    assert long == f"it sent parameters that were not asked for: ['{'x' * 59}…', 'y']"

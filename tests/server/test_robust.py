@@ -64,6 +64,30 @@ def test_a_bound_that_nobody_reaches_is_the_mean_bit_for_bit() -> None:
     assert torch.equal(clip(current, updates, AggregateSection(clip=1e9))["w"], partial_average(current, updates)["w"])
 
 
+def test_that_holds_in_float64_and_for_weights_that_float32_cannot_hold() -> None:
+    draw = torch.Generator().manual_seed(3)
+    current = {"w": torch.randn(50, generator=draw, dtype=torch.float64)}
+    sent = [torch.randn(50, generator=draw, dtype=torch.float64) for _ in range(3)]
+    for weights in ((1.5, 2.3, 0.1), (2.0**24 + 1, 1.0, 1.0), (1e39, 3e39, 1e38)):
+        updates = [(weight, {"w": value}) for weight, value in zip(weights, sent, strict=True)]
+        found = clip(current, updates, AggregateSection(clip=1e9))["w"]
+        expected = sum(weight * value for weight, value in zip(weights, sent, strict=True)) / sum(weights)
+        assert found.dtype == torch.float64
+        assert torch.equal(found, partial_average(current, updates)["w"])
+        torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-15)
+
+
+@pytest.mark.parametrize("rule", ROBUST)
+def test_holes_are_counted_in_float64_too(rule: str) -> None:
+    """Two who have the coordinate are averaged by weight under every rule; float32 would round 1/10 and 3/10."""
+    current = {"w": torch.zeros(2, dtype=torch.float64)}
+    sent = [torch.tensor(values, dtype=torch.float64) for values in ((1, NAN), (NAN, 1), (NAN, 2), (1, NAN))]
+    updates = [(weight, {"w": value}) for weight, value in zip((0.1, 0.1, 0.3, 0.3), sent, strict=True)]
+    found = RULES[rule](current, updates, AggregateSection(clip=100.0))["w"]
+    scaled = {"clip": 2.0}.get(rule, 1.0)  # the others clip the third to the median norm, 1
+    assert found.tolist() == pytest.approx([1.0, (0.1 * 1 + 0.3 * scaled) / 0.4], rel=1e-15)
+
+
 def test_nobody_moves_a_clipped_model_further_than_the_bound() -> None:
     current = {"w": torch.zeros(100)}
     huge = {"w": torch.full((100,), 1e30)}

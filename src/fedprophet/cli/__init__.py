@@ -18,6 +18,7 @@ from fedprophet.cli.evaluate import evaluate_command, export_command
 from fedprophet.cli.fleet import fleet_app
 from fedprophet.cli.latency import latency_command
 from fedprophet.cli.partition import partition_command
+from fedprophet.cli.plain import make_plain
 from fedprophet.cli.train import train_command
 from fedprophet.errors import FedProphetError
 from fedprophet.methods import METHODS
@@ -85,6 +86,8 @@ def _options(
 ) -> None:
     pass
 
+
+make_plain(app)
 
 _ROOM, _RIGHTS, _PATH = "Make room there", "Correct its permissions or give another folder", "Give another path"
 MENDABLE = {

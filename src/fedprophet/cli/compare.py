@@ -15,17 +15,23 @@ from fedprophet.errors import ConfigError
 from fedprophet.report.compare import Comparison, compare
 from fedprophet.report.figures import check_plots, comparison_png
 from fedprophet.report.notes import reading, setting_notes
-from fedprophet.report.tables import TextTable, csv_text, document, markdown, run_lines, text_tables
+from fedprophet.report.tables import TextTable, csv_text, document, markdown, run_lines, text_tables, wire_csv
 from fedprophet.runs.files import write_atomic_all
 
 STEM = "comparison"
+WIRE = "wire.csv"
+"""The bytes of each round, where any run has counted them."""
 LABEL_WIDTH, GAP = 25, 3
 
 
 def compare_command(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="The folders of runs, of any methods.")],
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help=f"Also write {STEM}.md, {STEM}.csv and {STEM}.png there.")
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help=f"Also write {STEM}.md, {STEM}.csv and {STEM}.png there, and {WIRE} where runs were on Flower.",
+        ),
     ] = None,
     plot: Annotated[bool, typer.Option("--plot/--no-plot", help="With --out: draw the figure too.")] = True,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON: accuracies in [0, 1], bytes, seconds.")] = False,
@@ -64,15 +70,16 @@ def _check_out(out: Path, plot: bool) -> None:
 
 
 def _write(comparison: Comparison, out: Path, plot: bool) -> list[Path]:
-    picture = out / f"{STEM}.png"
+    picture, sheet, wire = out / f"{STEM}.png", out / WIRE, wire_csv(comparison)
     files = {
         out / f"{STEM}.md": markdown(comparison, picture.name if plot else None).encode(),
         out / f"{STEM}.csv": csv_text(comparison).encode(),
+        **({} if wire is None else {sheet: wire.encode()}),
         **({picture: comparison_png(comparison)} if plot else {}),
     }
     write_atomic_all(files.items())
-    if not plot and picture.exists():
-        typer.echo(f"note: {picture} is of an earlier comparison", err=True)
+    for old in (file for file in (picture, sheet) if file not in files and file.exists()):
+        typer.echo(f"note: {old} is of an earlier comparison", err=True)
     return list(files)
 
 

@@ -74,16 +74,17 @@ def init(
     chosen = pilot_config(config, [*(settings or ()), *([f"method={method}"] if method else ())], nodes)
     file = PilotFile(server=first, names=others, port=port, listen=listen_address(first))
     pilot = make_pilot(folder, chosen, file, nodes, days)
-    if json_:
-        document = {
-            "path": str(pilot.path),
-            "server": file.address,
-            "expires": pilot.expiry().isoformat(),
-            "nodes": {name: str(pilot.folder(name)) for name in pilot.nodes()},
-        }
+    _show_made(pilot, folder, json_)
+
+
+def _show_made(pilot: "Pilot", folder: Path, as_json: bool) -> None:
+    nodes = {name: str(pilot.folder(name)) for name in pilot.nodes()}
+    if as_json:
+        expires = pilot.expiry().isoformat()
+        document = {"path": str(pilot.path), "server": pilot.file.address, "expires": expires, "nodes": nodes}
         typer.echo(json.dumps(document, indent=2))
         return
-    typer.echo(f"{pilot.path} is ready: a server at {file.address} and {_count(nodes, 'node')}.")
+    typer.echo(f"{pilot.path} is ready: a server at {pilot.file.address} and {_count(len(nodes), 'node')}.")
     typer.echo(f"What to start where is in {pilot.path / 'README.md'}. It begins with:")
     typer.echo(f"  fedprophet deploy server {shlex.quote(str(folder))}")
 
@@ -94,6 +95,7 @@ def server(folder: Folder, print_: Print = False) -> None:
 
     Examples: fedprophet deploy server pilot     fedprophet deploy server pilot --print
     """
+    require_flower()
     from fedprophet.deploy.pilot import check_server, write_connection
 
     pilot = _pilot(folder)
@@ -144,14 +146,16 @@ def run(
 
       fedprophet deploy run pilot --resume    (after the server went down)
     """
+    require_flower()
     from fedprophet.deploy import launch
     from fedprophet.deploy.control import connected
+    from fedprophet.deploy.pilot import check_names
     from fedprophet.runs.config import load_config
 
     # A polite kill is a Ctrl-C: the program that shows the lines ends too.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     pilot = _pilot(folder)
-    load_config(pilot.config)
+    check_names(load_config(pilot.config))
     out = launch.stopped_folder(pilot, name) if resume else launch.fresh_folder(pilot, name)
     with connected(pilot.file.here, pilot.authority) as control:
         _refuse_second(control, pilot)
@@ -165,6 +169,7 @@ def run(
 @deploy_app.command()
 def logs(folder: Folder) -> None:
     """Show what the last run has said, and go on until it ends. Example: fedprophet deploy logs pilot"""
+    require_flower()
     from fedprophet.deploy.control import connected
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -204,13 +209,18 @@ def _conclude(run: "RunState", out: Path, pilot: "Pilot") -> None:
         # The devices are real: there is no pool whose time could be told.
         closing_table({**read_results(out), "simulated": None}, out, Console())
         return
-    text = f"Go on with: fedprophet deploy run {pilot.path} --name {out.name} --resume"
+    # A run that ended before it began has left no folder, and there is nothing to go on with.
+    command = f"fedprophet deploy run {shlex.quote(str(pilot.path))}"
+    text = f"Start it again: {command}"
+    if RunFiles(out).config.exists():
+        text = f"Go on with: {command} --name {shlex.quote(out.name)} --resume"
     raise DeployError(f"the run ended as {run.status}{': ' * bool(run.details)}{run.details}. {text}")
 
 
 @deploy_app.command()
 def stop(folder: Folder) -> None:
     """End the run that is going on; its last checkpoint stays. Example: fedprophet deploy stop pilot"""
+    require_flower()
     from fedprophet.deploy.control import connected
     from fedprophet.deploy.launch import going_on
 
@@ -230,6 +240,7 @@ def status(folder: Folder, json_: AsJson = False) -> None:
 
     Examples: fedprophet deploy status pilot     fedprophet deploy status pilot --json
     """
+    require_flower()
     from fedprophet.deploy.status import pilot_status
 
     pilot = _pilot(folder)
@@ -264,7 +275,7 @@ def _show_status(document: dict[str, Any]) -> None:
 def add_node_command(
     folder: Folder,
     client: Annotated[
-        int | None, typer.Option(help="Which client it is. Default: the first without a node.", min=0)
+        int | None, typer.Option(help="Which client it is. Default: the first without a node.", min=0, max=9_999)
     ] = None,
     public_key: Annotated[
         Path | None, typer.Option(help="A key made on the device (ssh-keygen -t ecdsa -b 384); no private key here.")
@@ -275,6 +286,7 @@ def add_node_command(
 
     Examples: fedprophet deploy add-node pilot     fedprophet deploy add-node pilot --public-key node.key.pub
     """
+    require_flower()
     from fedprophet.deploy.keys import registered_form
     from fedprophet.deploy.pilot import add_node, client_of, raise_clients
 
@@ -298,6 +310,7 @@ def remove_node_command(
     name: Annotated[str, typer.Argument(metavar="NODE", help="Its name, such as node-1.")],
 ) -> None:
     """Refuse a device from now on, as when it was lost. Example: fedprophet deploy remove-node pilot node-1"""
+    require_flower()
     from fedprophet.deploy.pilot import remove_node
 
     pilot = _pilot(folder)
@@ -315,6 +328,7 @@ def remove_node_command(
 @deploy_app.command("renew")
 def renew_command(folder: Folder, days: Days = 365) -> None:
     """Give the server a new certificate; the nodes need nothing new. Example: fedprophet deploy renew pilot"""
+    require_flower()
     from fedprophet.deploy.pilot import renew
 
     end = renew(_pilot(folder), days)
@@ -352,7 +366,6 @@ def probe(
 
 
 def _pilot(folder: Path) -> "Pilot":
-    require_flower()
     from fedprophet.deploy.pilot import open_pilot
 
     return open_pilot(folder)

@@ -14,7 +14,12 @@ from fedprophet.cli.progress import percent, say, show_accuracies
 from fedprophet.errors import ConfigError
 from fedprophet.runs.evaluation import Check, can_keep, check_samples, evaluate_run
 from fedprophet.runs.results import Watch, allowed_attacks, attack_label, parse_attacks
-from fedprophet.runs.run import Run, reopen, write_model
+from fedprophet.runs.run import Run, open_to_read, write_model
+
+AWAY = (
+    "note: the clients are on other machines: only the global model is measured here; what they measured at the end "
+    "of the run is in its results.json"
+)
 
 
 def evaluate_command(
@@ -53,6 +58,8 @@ def evaluate_command(
     attacks = parse_attacks(attack)
     check_samples(samples)
     opened = _open(run)
+    if opened.away:
+        typer.echo(AWAY, err=True)
     if not can_keep(opened):
         typer.echo(f"note: {run} cannot be written to: nothing is kept of this evaluation", err=True)
     with closing(opened.session), _progress() as watch:
@@ -125,7 +132,7 @@ def export_command(
 
 def _open(path: Path) -> Run:
     """Open a run and say what is not as it should be: aside, where it spoils no JSON."""
-    run = reopen(path)
+    run = open_to_read(path)
     notes = list(run.notes)
     if not run.session.method.finished(run.state):
         notes.append(f"this run is not finished; this is its model after round {run.state.round}")

@@ -316,7 +316,19 @@ def _remarks(results: Mapping[str, Any]) -> Iterator[str]:
             f"On the devices of the pool it would have taken {duration(time['total_s'])}: computation "
             f"{duration(time['computation_s'])}, storage access {duration(time['access_s'])} (simulated)."
         )
+    yield from _wire(results)
     yield f"Rounds: {results['rounds']}, seed {results['seed']}."
+
+
+def _wire(results: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what the rounds moved over the network, and how many answers were lost, where the engine counted them."""
+    moved = results.get("wire")
+    if moved is not None:
+        sent, received, jfat = (format_size(moved[part]) for part in ("sent", "received", "jfat"))
+        yield f"On the wire: {sent} sent, {received} received; jFAT's training alone would have moved {jfat}."
+    lost = results.get("faults", 0)
+    if lost:
+        yield f"{lost} {'answers were' if lost > 1 else 'answer was'} missing or dropped; the journal says why."
 
 
 def _need(results: Mapping[str, Any]) -> str:

@@ -39,7 +39,20 @@ class MapStyle(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
-class TensorExamples:
+class _Labelled:
+    """What all examples have whose labels lie in memory."""
+
+    _labels: Tensor
+
+    @property
+    def labels(self) -> Tensor:
+        return self._labels
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+
+class TensorExamples(_Labelled):
     """Images that lie in memory; uint8 stays uint8 there and becomes value / 255 when it is fetched."""
 
     def __init__(self, images: Tensor | npt.NDArray[Any], labels: Labels) -> None:
@@ -53,19 +66,12 @@ class TensorExamples:
         if len(self._images) != len(self._labels):
             raise DataError(f"{len(self._images)} images but {len(self._labels)} labels: give one label for each image")
 
-    @property
-    def labels(self) -> Tensor:
-        return self._labels
-
-    def __len__(self) -> int:
-        return len(self._labels)
-
     def fetch(self, indices: Tensor) -> Tensor:
         chosen = self._images.index_select(0, indices)
         return _unit_range(chosen, "images") if chosen.dtype == torch.uint8 else chosen
 
 
-class MapExamples:
+class MapExamples(_Labelled):
     """Any map-style dataset of `(image, label)`: labels are read once, images on demand.
 
     A tensor is taken channels first, a picture height × width (× channels); both without channels get one. An array of
@@ -85,13 +91,6 @@ class MapExamples:
         values = [_label(dataset, index) for index in range(len(dataset))] if declared is None else declared
         self._labels = _label_tensor(values)
 
-    @property
-    def labels(self) -> Tensor:
-        return self._labels
-
-    def __len__(self) -> int:
-        return len(self._labels)
-
     def fetch(self, indices: Tensor) -> Tensor:
         images = torch.empty((len(indices), *self._shape))
         for row, index in enumerate(indices.tolist()):
@@ -105,7 +104,7 @@ class MapExamples:
         return images
 
 
-class LocalExamples:
+class LocalExamples(_Labelled):
     """The part of some examples that one client owns, addressed by position 0 … len − 1."""
 
     def __init__(self, examples: Examples, indices: npt.NDArray[np.int64]) -> None:
@@ -113,15 +112,23 @@ class LocalExamples:
         self._indices = torch.from_numpy(np.array(indices, dtype=np.int64))
         self._labels = examples.labels[self._indices]
 
-    @property
-    def labels(self) -> Tensor:
-        return self._labels
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
     def fetch(self, indices: Tensor) -> Tensor:
         return self._examples.fetch(self._indices[indices])
+
+
+class JoinedExamples(_Labelled):
+    """Two sets of examples as one, the second behind the first."""
+
+    def __init__(self, first: Examples, second: Examples) -> None:
+        self._first, self._second = first, second
+        self._labels = torch.cat([first.labels, second.labels])
+
+    def fetch(self, indices: Tensor) -> Tensor:
+        behind = indices >= len(self._first)
+        first, second = self._first.fetch(indices[~behind]), self._second.fetch(indices[behind] - len(self._first))
+        images = torch.empty((len(indices), *first.shape[1:]), dtype=first.dtype)
+        images[~behind], images[behind] = first, second
+        return images
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from fedprophet.sizes import parse_size
 FILE, AUTHORITY, KEY, START = "node.toml", "ca.pem", "node.key", "start.sh"
 FIRST_PORT = 9094
 """Flower's own for a node. Nodes on one machine need one each, so the next node's is the next."""
+LAST_PORT = 65535
 START_TEXT = """\
 #!/bin/sh
 # Connects this device to the server; node.toml says how.
@@ -48,7 +49,7 @@ class NodeFile(Section):
     port: int = Field(
         default=FIRST_PORT,
         ge=1,
-        le=65535,
+        le=LAST_PORT,
         description="For the node's own processes, on loopback. Nodes on one machine need different ones.",
     )
     home: str = Field(
@@ -111,6 +112,11 @@ class Node:
 
     def _place(self, text: str) -> Path:
         return self.path / Path(text).expanduser()
+
+
+def port_of(client: int) -> int:
+    """Return the port of a client's node: the next one's is the next, and after the last comes the first again."""
+    return FIRST_PORT + client % (LAST_PORT + 1 - FIRST_PORT)
 
 
 def open_node(path: Path) -> Node:

@@ -6,7 +6,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedprophet.deploy import OFFLINE
+from fedprophet.deploy import OFFLINE, QUICK
 from fedprophet.deploy.node import Node, NodeFile
 from fedprophet.runs.config import Config
 from fedprophet.version import __version__
@@ -83,7 +83,8 @@ every node.
 
 ## Without `fedprophet deploy`, for systemd and the like
 
-The commands above only set these variables and start these programs (`--print` shows them for any node):
+The commands above only set these variables and start these programs (`--print` shows them for any node). Flower
+starts its own programs by their bare names, so those of this installation come first in `PATH`:
 
 {environment}
 
@@ -110,7 +111,8 @@ def readme_text(pilot: "Pilot", config: Config, nodes: int, expiry: datetime) ->
     """Return the page that says what to start where."""
     node = Node(Path("/path/to/node-0"), NodeFile(server=pilot.file.address, client=0))
     copies = [f"scp -pr {shlex.quote(str(pilot.folder(f'node-{client}')))} DEVICE-{client}:" for client in range(nodes)]
-    variables = {**OFFLINE, "FLWR_HOME": "/path/to/flower"}
+    variables = {**OFFLINE, **QUICK, "FLWR_HOME": "/path/to/flower"}
+    exports = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
     return _PAGE.format(
         count="one node" if nodes == 1 else f"{nodes} nodes",
         method=config.method,
@@ -120,7 +122,7 @@ def readme_text(pilot: "Pilot", config: Config, nodes: int, expiry: datetime) ->
         path=shlex.quote(str(pilot.path)),
         copies=_block(copies),
         expiry=f"{expiry:%Y-%m-%d}",
-        environment=_block([f"{name}={shlex.quote(value)}" for name, value in variables.items()]),
+        environment=_block([*exports, "PATH=/path/to/environment/bin:$PATH"]),
         server=_block([_wrapped(pilot.command())]),
         node=_block([_wrapped(node.command())]),
     )

@@ -13,7 +13,8 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,13 +22,16 @@ from typing import Annotated
 
 from pydantic import Field
 
+from fedprophet.data import find_dataset
 from fedprophet.deploy import DeployError, certificates, node, page
 from fedprophet.deploy.keys import make_key_pair, registered_form
 from fedprophet.deploy.tables import read_settings
-from fedprophet.errors import ConfigError, unknown
+from fedprophet.errors import ConfigError, FedProphetError, unknown
+from fedprophet.methods import find_method
+from fedprophet.models import MODELS
 from fedprophet.runs.config import Config, Section, load_config, to_toml
 from fedprophet.runs.describe import Allowed, as_toml
-from fedprophet.runs.files import write_atomic
+from fedprophet.runs.files import PILOT, write_atomic
 from fedprophet.runs.toml import toml_value
 
 PORT = 9092
@@ -133,7 +137,7 @@ def open_pilot(path: Path) -> Pilot:
     """Open a pilot's folder; a sentence where it is none."""
     path = path.absolute()
     otherwise = f"{path} is no pilot's folder; fedprophet deploy init makes one"
-    return Pilot(path, read_settings(path / "deploy.toml", PilotFile, otherwise))
+    return Pilot(path, read_settings(path / PILOT, PilotFile, otherwise))
 
 
 def check_server(pilot: Pilot) -> None:
@@ -164,25 +168,66 @@ def pilot_config(source: str | None, overrides: Sequence[str], nodes: int) -> Co
     if config.population.clients < nodes:
         given = f"population.clients is {config.population.clients}, for {nodes} nodes"
         raise ConfigError(f"{given}. Leave it out or set it to {nodes} or more; --nodes N makes fewer nodes")
+    check_names(config)
     return config
+
+
+def check_names(config: Config) -> None:
+    """Refuse a method, a model or data that nobody knows: the server would find out only when the run starts."""
+    find_method(config.method)
+    find_dataset(config.data.name)
+    if config.model.name not in MODELS:
+        raise ConfigError(unknown("model", config.model.name, MODELS))
 
 
 def make_pilot(path: Path, config: Config, file: PilotFile, nodes: int, days: int = certificates.SERVER_DAYS) -> Pilot:
     """Write a pilot's folder; it is there whole or not at all."""
-    path = path.absolute()
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ConfigError(f"{path} is not an empty folder. Give another one: keys in use are never written over")
     for host in (file.server, *file.names):
         certificates.general_name(host)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+    with _about(path):
+        whole = path.resolve()
+        if whole.exists() and (not whole.is_dir() or any(whole.iterdir())):
+            raise ConfigError(f"{path} is not an empty folder. Give another one: keys in use are never written over")
+        # A folder that is there stays the same one: a shell may stand in it, and its parent may be somebody else's.
+        parent = whole if whole.exists() else whole.parent
+        parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{whole.name}-", dir=parent))
+        try:
+            _fill(Pilot(temporary, file), config, nodes, days, Pilot(whole, file))
+            _put(temporary, whole)
+        except BaseException as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            if isinstance(error, FedProphetError):
+                raise type(error)(str(error).replace(str(temporary), str(path))) from None
+            raise
+    return Pilot(whole, file)
+
+
+@contextmanager
+def _about(path: Path) -> Iterator[None]:
+    """Let an error of the system be a sentence about the folder that was asked for."""
     try:
-        _fill(Pilot(temporary, file), config, nodes, days, Pilot(path, file))
+        yield
+    except (OSError, RuntimeError) as error:  # a circle of links is a RuntimeError
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ConfigError(f"cannot make {path}: {reason}. Give another folder") from None
+
+
+def _put(temporary: Path, path: Path) -> None:
+    """Put a filled folder where it belongs; into a folder that is there, its file deploy.toml comes last."""
+    if not path.exists():
         temporary.replace(path)
+        return
+    names = sorted((child.name for child in temporary.iterdir()), key=PILOT.__eq__)
+    try:
+        for name in names:
+            (temporary / name).replace(path / name)
+        temporary.rmdir()
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        for name in names:
+            if not (temporary / name).exists():
+                (path / name).replace(temporary / name)
         raise
-    return Pilot(path, file)
 
 
 def _fill(pilot: Pilot, config: Config, nodes: int, days: int, final: Pilot) -> None:
@@ -196,7 +241,7 @@ def _fill(pilot: Pilot, config: Config, nodes: int, days: int, final: Pilot) -> 
     for client in range(nodes):
         _write_node(pilot, client, None)
     texts = {
-        "deploy.toml": as_toml(pilot.file, comments=True),
+        PILOT: as_toml(pilot.file, comments=True),
         "config.toml": to_toml(config, comments=True),
         "app/pyproject.toml": page.app_text(),
         "README.md": page.readme_text(final, config, nodes, pilot.expiry()),
@@ -266,19 +311,28 @@ def _write_node(pilot: Pilot, client: int, public_key: Path | None) -> None:
     name = f"node-{client}"
     if public_key is not None:
         registered_form(public_key)
+    file = node.NodeFile(server=pilot.file.address, client=client, port=node.port_of(client))
     folder = pilot.folder(name)
     folder.mkdir(mode=0o700)
-    file = node.NodeFile(server=pilot.file.address, client=client, port=node.FIRST_PORT + client)
+    try:
+        public = _fill_node(pilot, file, name, public_key)
+        write_atomic(pilot.keys / f"{name}.pub", public)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)  # what is left would stand in the way of the next attempt
+        raise
+
+
+def _fill_node(pilot: Pilot, file: node.NodeFile, name: str, public_key: Path | None) -> bytes:
+    """Write a node's folder, and return its public key."""
+    folder = pilot.folder(name)
     write_atomic(folder / node.FILE, node.node_text(file).encode())
     write_atomic(folder / node.AUTHORITY, _read(pilot.authority))
     _write_script(folder / node.START, node.START_TEXT)
-    if public_key is None:
-        pair = make_key_pair(name)
-        certificates.write_private(folder / node.KEY, pair.private)
-        public = pair.public
-    else:
-        public = _read(public_key)
-    write_atomic(pilot.keys / f"{name}.pub", public)
+    if public_key is not None:
+        return _read(public_key)
+    pair = make_key_pair(name)
+    certificates.write_private(folder / node.KEY, pair.private)
+    return pair.public
 
 
 def _write_script(path: Path, text: str) -> None:

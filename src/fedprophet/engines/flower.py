@@ -9,13 +9,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
+from pathlib import Path
 from typing import Protocol
 
 from flwr.app import Message, RecordDict
 
 from fedprophet.client.task import BACKBONE, SERVER, ClientTask, ClientUpdate
-from fedprophet.engines import Parts
+from fedprophet.engines import Parts, cores
 from fedprophet.engines.embedded import EmbeddedEngine
 from fedprophet.errors import FedProphetError, TrainingError
 from fedprophet.flower.protocol import (
@@ -24,12 +25,13 @@ from fedprophet.flower.protocol import (
     Lacking,
     ProtocolError,
     Refusal,
+    harmless,
     hello_request,
     pack_task,
     unpack_answer,
     wire_bytes,
 )
-from fedprophet.flower.terms import Terms
+from fedprophet.flower.terms import Terms, run_id
 from fedprophet.server.coordinator import Record
 from fedprophet.version import __version__
 
@@ -37,9 +39,14 @@ QUERY = "query"
 """The type of all messages: a ClientApp has one handler for it."""
 VALID_SECONDS = 30 * 86400.0
 """Flower throws messages away that are older. Ours are given up by the deadline."""
-LONGEST_REASON = 500
 MOST_LATE = 1000
 """So many messages that were given up are remembered, to know a late answer when it comes."""
+MOST_AT_ONCE = 8
+"""So many answers are fetched at a time: each may hold a whole model, and all of them would fill the memory."""
+WINDOW = 32
+"""Messages on their way at a time in a simulation: enough to keep its actors busy, and few enough for the memory."""
+SIMULATED_INTERVAL = 0.02
+"""Seconds between two looks for answers in a simulation, where looking costs next to nothing."""
 log = logging.getLogger("fedprophet")
 
 
@@ -81,8 +88,7 @@ class Ledger:
 
     def fault(self, who: int | str, reason: str) -> None:
         """Note why somebody's answer is missing, each reason once."""
-        text = " ".join(reason.split())
-        text = text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]}…"
+        text = harmless(reason)
         reasons = self.faults.setdefault(str(who), [])
         if text not in reasons:
             reasons.append(text)
@@ -111,25 +117,26 @@ class Post:
         except FedProphetError:
             raise
         except Exception as error:
-            log.warning("a message could not be sent: %s", error)
+            log.warning("a message could not be sent: %s", harmless(str(error)))
             return None
         if not ids or not ids[0]:
             return None
         self._ledger.sent += wire_bytes(content)
         return ids[0]
 
-    def fetch(self, ids: Iterable[str]) -> list[Message]:
-        """Return the answers that have come to messages with these ids."""
-        ids = list(ids)
-        try:
-            replies = list(self._grid.pull_messages(ids)) if ids else []
-        except FedProphetError:
-            raise
-        except Exception as error:
-            log.warning("answers could not be fetched: %s", error)
-            return []
-        self._ledger.received += sum(wire_bytes(reply.content) for reply in replies if reply.has_content())
-        return replies
+    def fetch(self, ids: Iterable[str]) -> Iterator[Message]:
+        """Yield the answers that have come to messages with these ids, a few at a time in memory."""
+        for some in _batches(list(ids), MOST_AT_ONCE):
+            try:
+                replies = deque(self._grid.pull_messages(some))
+            except FedProphetError:
+                raise
+            except Exception as error:
+                log.warning("answers could not be fetched: %s", harmless(str(error)))
+                return
+            self._ledger.received += sum(wire_bytes(reply.content) for reply in replies if reply.has_content())
+            while replies:
+                yield replies.popleft()
 
     def online(self) -> set[int] | None:
         """Return the nodes that are connected; None where Flower does not say."""
@@ -138,20 +145,38 @@ class Post:
         except FedProphetError:
             raise
         except Exception as error:
-            log.warning("the nodes cannot be listed: %s", error)
+            log.warning("the nodes cannot be listed: %s", harmless(str(error)))
             return None
 
 
+@dataclass(frozen=True)
+class _Stranger:
+    """A node that gets no tasks: why, the client it is as far as one knows, and when it was heard.
+
+    One that would be `welcome`, were its client not another node already, becomes it when that node is gone.
+    """
+
+    reason: str
+    client: int | None = None
+    at: float = field(default_factory=lambda: time.monotonic())
+    welcome: bool = False
+
+
 class Roster:
-    """Which node is which client: every node that connects is asked once."""
+    """Which node is which client: every node that connects is asked.
+
+    Who cannot be given tasks is asked again after a while. A node starts a process for every question, so the next one
+    may find a disk with room again, or another version of this program.
+    """
 
     def __init__(self, post: Post, pace: Pace, ledger: Ledger, clients: int) -> None:
         self._post, self._pace, self._ledger, self._size = post, pace, ledger, clients
         self._nodes: dict[int, int] = {}
-        self._strangers: dict[int, int | None] = {}
-        self._unfit: dict[int, str] = {}
+        self._clients: dict[int, int] = {}
+        """The client that each node was when it was heard last."""
+        self._strangers: dict[int, _Stranger] = {}
         self._asked: dict[str, tuple[int, float]] = {}
-        self._online = self._unasked = 0
+        self._unasked = 0
         self._met = False
 
     def node(self, client: int) -> int | None:
@@ -160,36 +185,34 @@ class Roster:
 
     def why_not(self, client: int) -> str:
         """Return why a client has no node."""
-        return self._unfit.get(client, "not connected")
-
-    def expect_everybody(self) -> None:
-        """Refuse a simulation of fewer nodes than clients: in one, nobody comes later."""
-        if 0 < self._online < self._size:
-            raise TrainingError(
-                f"the simulation has {self._online} nodes, and the run {self._size} clients. Ask for as many nodes: "
-                f"flwr run … --federation-config 'num-supernodes={self._size}'"
-            )
+        reasons = (stranger.reason for stranger in self._strangers.values() if stranger.client == client)
+        return next(reasons, "not connected")
 
     def meet(self, clients: set[int], look: Callable[[], None]) -> None:
         """Ask those who have connected since who they are, and wait a while for nodes of these clients."""
         latest = time.monotonic()
         while True:
             self._look_around()
-            replies = self._post.fetch(self._asked)
-            for reply in replies:
+            heard = False
+            for reply in self._post.fetch(self._asked):
                 self._greet(reply)
-            latest = time.monotonic() if replies else latest
-            missing = clients - self._nodes.keys() - self._unfit.keys()
+                heard = True
+            latest = time.monotonic() if heard else latest
+            missing = clients - self._nodes.keys() - {stranger.client for stranger in self._strangers.values()}
             if not missing or time.monotonic() - latest >= self._limit():
                 break
-            if not replies:
+            if not heard:
                 look()
                 time.sleep(min(self._pace.interval, 0.1))
         self._met = True
 
     def _limit(self) -> float:
-        """Return how long to wait for further nodes, from the last that said who it is."""
-        pace, coming = self._pace, bool(self._asked or self._unasked)
+        """Return how long to wait for further nodes, from the last that said who it is.
+
+        Nobody waits for one that has been asked before and could not be used.
+        """
+        pace = self._pace
+        coming = self._unasked > 0 or any(node not in self._strangers for node, _ in self._asked.values())
         if pace.simulated:  # all nodes are there from the beginning, though it takes a while until they work
             return pace.deadline if coming or not self._nodes else 0.0
         if not self._met:
@@ -200,51 +223,57 @@ class Roster:
         online, now = self._post.online(), time.monotonic()
         if online is None:
             return
-        self._online = len(online)
         self._nodes = {client: node for client, node in self._nodes.items() if node in online}
-        gone = [client for node, client in self._strangers.items() if node not in online and client is not None]
-        for client in gone:
-            self._unfit.pop(client, None)
-        self._strangers = {node: client for node, client in self._strangers.items() if node in online}
+        self._strangers = {node: who for node, who in self._strangers.items() if node in online and self._bars(who)}
         # A question that nobody answers in time is asked again: the node may have been started anew.
         again = 4 * self._pace.greeting
         self._asked = {name: (node, at) for name, (node, at) in self._asked.items() if now - at < again}
-        known = {*self._nodes.values(), *self._strangers, *(node for node, _ in self._asked.values())}
+        settled = {node for node, who in self._strangers.items() if who.welcome or now - who.at < self._pace.greeting}
+        known = {*self._nodes.values(), *settled, *(node for node, _ in self._asked.values())}
         room = None if self._pace.window is None else max(0, self._pace.window - len(self._asked))
-        unknown = sorted(online - known)
+        unknown = sorted(online - known, key=lambda node: (node in self._strangers, node))
         self._unasked = len(unknown[room:]) if room is not None else 0
         for node in unknown[:room]:
             name = self._post.send(hello_request(), node, "hello")
             if name is not None:
                 self._asked[name] = node, now
 
+    def _bars(self, who: _Stranger) -> bool:
+        """Whether the reason against a node still holds, as far as one can say without asking it."""
+        return not who.welcome or who.client in self._nodes
+
     def _greet(self, reply: Message) -> None:
         node, _ = self._asked.pop(reply.metadata.reply_to_message_id, (None, 0.0))
         if node is None:
             return
-        who: int | str = f"node {node}"
-        self._strangers[node] = None
+        before, stranger = self._strangers.pop(node, None), self._judged(reply, node)
+        if stranger is None:
+            return
+        self._strangers[node] = stranger
+        if before is None or before.reason != stranger.reason:
+            who = f"node {node}" if stranger.client is None or stranger.welcome else stranger.client
+            log.warning("%s gets no tasks: %s", who, stranger.reason)
+            self._ledger.fault(who, stranger.reason)
+
+    def _judged(self, reply: Message, node: int) -> _Stranger | None:
+        """Take a node for the client that it says it is; return why not, where that cannot be."""
         try:
             hello = unpack_answer(reply.content) if reply.has_content() else Refusal(reply.error.reason or "it failed")
-            if not isinstance(hello, Hello):
-                reason = hello.text if isinstance(hello, Refusal) else "it did not say who it is"
-            elif not 0 <= hello.client < self._size:
-                reason = f"it says that it is client {hello.client}, and the run has 0 to {self._size - 1}"
-            elif hello.protocol != PROTOCOL:
-                who, reason = hello.client, _other_version(hello)
-                self._strangers[node] = hello.client
-                self._unfit[hello.client] = reason
-            elif hello.client in self._nodes:
-                reason = f"it says that it is client {hello.client}, which node {self._nodes[hello.client]} is already"
-            else:
-                self._nodes[hello.client] = node
-                self._unfit.pop(hello.client, None)
-                del self._strangers[node]
-                return
         except ProtocolError as error:
-            reason = str(error)
-        log.warning("%s gets no tasks: %s", who, reason)
-        self._ledger.fault(who, reason)
+            hello = Refusal(str(error))
+        if not isinstance(hello, Hello):
+            reason = hello.text if isinstance(hello, Refusal) else "it did not say who it is"
+            return _Stranger(harmless(reason), self._clients.get(node))
+        client = hello.client
+        if not 0 <= client < self._size:
+            return _Stranger(f"it says that it is client {client}, and the run has 0 to {self._size - 1}")
+        if hello.protocol != PROTOCOL:
+            return _Stranger(harmless(_other_version(hello)), client)
+        if client in self._nodes:
+            reason = f"it says that it is client {client}, which node {self._nodes[client]} is already"
+            return _Stranger(reason, client, welcome=True)
+        self._nodes[client], self._clients[node] = node, client
+        return None
 
 
 def _other_version(hello: Hello) -> str:
@@ -317,24 +346,23 @@ class FlowerEngine:
         self._give_up()  # where somebody did not take all updates of the phase before
         self._done.clear()
         self._roster.meet({task.client for task in tasks}, self._look)
-        if self._pace.simulated:
-            self._roster.expect_everybody()
         waiting, refusals, updates = deque(tasks), list[str](), 0
         end = time.monotonic() + self._pace.deadline
         while waiting or self._pending:
             while waiting and (self._pace.window is None or len(self._pending) < self._pace.window):
                 self._hand_out(waiting.popleft())
-            replies = self._post.fetch([*self._pending, *self._late])
-            for reply in replies:
+            heard = False
+            for reply in self._post.fetch([*self._pending, *self._some_late()]):
+                heard = True
                 update = self._accept(reply, refusals)
                 if update is not None:
                     updates += 1
                     yield update
-            if replies and self._pace.simulated:
+            if heard and self._pace.simulated:
                 end = time.monotonic() + self._pace.deadline
             if time.monotonic() >= end:
                 break
-            if not replies and self._pending:
+            if not heard and self._pending:
                 self._look()
                 time.sleep(self._pace.interval)
         for task in (*waiting, *(sent.task for sent in self._pending.values())):
@@ -342,12 +370,19 @@ class FlowerEngine:
         self._give_up()
         if self._pace.simulated and refusals and not updates:
             # Nodes of a simulation are this very program: what all of them say is no fault of the nodes.
-            raise TrainingError(refusals[0])
+            raise TrainingError(harmless(refusals[0]))
 
     def _give_up(self) -> None:
         self._late |= self._pending
         self._late = dict(list(self._late.items())[-MOST_LATE:])
         self._pending = {}
+
+    def _some_late(self) -> list[str]:
+        """Return a few of the messages that were given up, in turn: there may be many, and nobody waits for them."""
+        some = list(self._late)[:MOST_AT_ONCE]
+        for name in some:
+            self._late[name] = self._late.pop(name)
+        return some
 
     def _hand_out(self, task: ClientTask, lacking: Iterable[str] = ()) -> None:
         node = self._roster.node(task.client)
@@ -433,7 +468,29 @@ def _expected(update: ClientUpdate, task: ClientTask) -> ClientUpdate:
     return update
 
 
+def _batches(ids: Sequence[str], size: int) -> Iterator[Sequence[str]]:
+    return (ids[start : start + size] for start in range(0, len(ids), size))
+
+
 def shared_bytes(parts: Parts) -> int:
     """Return the bytes of the whole model's shared parameters: what jFAT sends each way."""
     chain = parts.workspaces[BACKBONE].chain
     return sum(chain.tensors[name].nbytes for name in chain.shared())
+
+
+def engine_of_devices(grid: Grid, parts: Parts) -> FlowerEngine:
+    """Return the engine of a run whose clients are on machines of their own."""
+    home = parts.clients.parent.absolute() if parts.clients else None
+    run = partial(run_id, home, deployed=True)
+    return FlowerEngine(grid, parts, run, Terms.of(parts), Pace(parts.config.flower.deadline))
+
+
+def engine_of_simulation(
+    grid: Grid, parts: Parts, home: Path, ledger: Ledger | None = None, look: Callable[[], None] = lambda: None
+) -> FlowerEngine:
+    """Return the engine of a run in Flower's simulation, whose clients keep their files in `home`."""
+    flower = parts.config.flower
+    pace = Pace(flower.deadline, simulated=True, window=WINDOW, interval=SIMULATED_INTERVAL)
+    together = max(1, cores(parts.config) // flower.cpus)
+    terms = Terms.of(parts, home=str(home), threads=flower.cpus, together=together)
+    return FlowerEngine(grid, parts, partial(run_id, home, deployed=False), terms, pace, ledger, look)

@@ -19,7 +19,7 @@ from fedprophet.client.features import FeatureCache
 from fedprophet.client.run import Client, run_client
 from fedprophet.client.task import ClientTask, Resources, Timeline
 from fedprophet.client.workspace import Workspace
-from fedprophet.data.dataset import ClientData, Dataset, Examples, LocalExamples
+from fedprophet.data.dataset import ClientData, Dataset, JoinedExamples, LocalExamples
 from fedprophet.data.shards import split
 from fedprophet.errors import ConfigError, DataError, FedProphetError
 from fedprophet.fleet.population import Population
@@ -28,6 +28,7 @@ from fedprophet.flower.protocol import (
     PROTOCOL,
     Order,
     ProtocolError,
+    harmless,
     is_hello,
     pack_hello,
     pack_lacking,
@@ -77,7 +78,7 @@ def _note_version(record: RecordDict) -> None:
         log.warning(
             "the server speaks protocol %s (fedprophet %s), this node protocol %s (fedprophet %s). Install the same "
             "version of fedprophet on both",
-            *(theirs["protocol"], theirs["version"], PROTOCOL, __version__),
+            *(theirs["protocol"], harmless(str(theirs["version"])), PROTOCOL, __version__),
         )
 
 
@@ -191,12 +192,7 @@ class Bench:
 @lru_cache(maxsize=2)
 def _bench(run: str, text: str, data_root: str, simulated: bool) -> Bench:
     terms = Terms.of_text(text)
-    config = terms.parsed_config()
-    # A device pool is what a simulation draws from; a real device is itself.
-    changes: dict[str, Any] = {} if simulated else {"fleet": FleetSection()}
-    if data_root:
-        changes["data"] = config.data.model_copy(update={"root": data_root})
-    config = config.model_copy(update=changes)
+    config = _here(terms.parsed_config(), data_root, simulated)
     dataset = load_dataset(config)
     if (dataset.classes, dataset.shape) != (terms.classes, terms.shape):
         raise DataError(
@@ -208,7 +204,20 @@ def _bench(run: str, text: str, data_root: str, simulated: bool) -> Bench:
     dataset = replace(dataset, mean=terms.mean, std=terms.std)
     # Nothing goes to the disk: processes may be ended at any moment, and would leave it there.
     features = FeatureCache(CACHE_MEMORY // terms.together, disk_limit=0)
-    return Bench(config, dataset, *assemble_client(config, dataset, features))
+    bench = Bench(config, dataset, *assemble_client(config, dataset, features))
+    terms.start(bench.workspaces)
+    return bench
+
+
+def _here(config: Config, data_root: str, simulated: bool) -> Config:
+    """Return a run's configuration as it holds on this machine, where the server's files are not."""
+    model = config.model.model_copy(update={"weights": ""})  # what a client needs of them is in the terms
+    data = config.data.model_copy(update={"root": data_root} if data_root else {})
+    if simulated:
+        return config.model_copy(update={"model": model, "data": data})
+    # A device pool is what a simulation draws from; a real device is itself. And it says where it writes.
+    data = data.model_copy(update={"cache": ""})
+    return config.model_copy(update={"model": model, "data": data, "fleet": FleetSection()})
 
 
 def _described(classes: int, shape: tuple[int, ...]) -> str:
@@ -224,32 +233,10 @@ def _other_classes(here: tuple[str, ...], there: tuple[str, ...]) -> str:
 
 def _own_data(bench: Bench, place: Place) -> ClientData:
     """Return all that is in the node's folder as its client's own, a part of it held out."""
-    examples = _Joined(bench.dataset.train, bench.dataset.test)
+    examples = JoinedExamples(bench.dataset.train, bench.dataset.test)
     seed, validation = bench.config.seed, bench.config.data.validation
     train, held_out = split(np.arange(len(examples)), seed, place.client, validation)
     return ClientData(LocalExamples(examples, train), LocalExamples(examples, held_out))
-
-
-class _Joined:
-    """Two sets of examples as one, the second behind the first."""
-
-    def __init__(self, first: Examples, second: Examples) -> None:
-        self._first, self._second = first, second
-        self._labels = torch.cat([first.labels, second.labels])
-
-    @property
-    def labels(self) -> Tensor:
-        return self._labels
-
-    def __len__(self) -> int:
-        return len(self._labels)
-
-    def fetch(self, indices: Tensor) -> Tensor:
-        behind = indices >= len(self._first)
-        first, second = self._first.fetch(indices[~behind]), self._second.fetch(indices[behind] - len(self._first))
-        images = torch.empty((len(indices), *first.shape[1:]), dtype=first.dtype)
-        images[~behind], images[behind] = first, second
-        return images
 
 
 def _resources(place: Place) -> Resources:

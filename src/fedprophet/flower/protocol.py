@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fedprophet.client.task import ClientTask, ClientUpdate
 from fedprophet.errors import FedProphetError
+from fedprophet.server.reasons import plain_reason
 from fedprophet.version import __version__
 
 PROTOCOL: Final = 1
@@ -136,6 +137,11 @@ def unpack_answer(record: RecordDict) -> ClientUpdate | Hello | Lacking | Refusa
     if kind not in answers:
         raise ProtocolError(f"an answer was expected, but this is a message of kind {_short(kind)}")
     return answers[kind](record)
+
+
+def harmless(text: str) -> str:
+    """Return a text of the other side for a terminal and a journal: one short line that cannot steer a terminal."""
+    return plain_reason(" ".join(text.split()))
 
 
 def wire_bytes(record: RecordDict) -> int:

@@ -5,9 +5,9 @@ separated by blanks), `out` (the run's folder) and `resume` (true: go on with th
 """
 
 import shlex
+import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,18 @@ from flwr.superlink.grid import InMemoryGrid
 from rich.console import Console
 
 from fedprophet.cli.progress import PlainLines
-from fedprophet.engines import Parts, cores
-from fedprophet.engines.flower import FlowerEngine, Pace
+from fedprophet.engines import Parts
+from fedprophet.engines.flower import engine_of_devices, engine_of_simulation
 from fedprophet.engines.workers import ONE_THREAD
 from fedprophet.errors import ConfigError, FedProphetError
-from fedprophet.flower.terms import Terms, run_id
 from fedprophet.runs.config import load_config
 from fedprophet.runs.run import Run, play, reopen, start
 from fedprophet.runs.session import CUSTOM, EngineMaker
 from fedprophet.server.coordinator import Engine
 
-WINDOW = 32
-"""Messages on their way at a time in a simulation, whose nodes share this machine's memory."""
+SECONDS_TO_START = 60.0
+SECONDS_TO_REGISTER = 2.0
+"""A simulation lists its nodes one after the other while the server begins; when no more come, these are all."""
 
 app = ServerApp()
 
@@ -79,14 +79,28 @@ def engine_on(grid: Grid, simulated: bool) -> EngineMaker:
 
     def make(parts: Parts) -> Engine:
         config, clients = parts.config, parts.clients
-        home = clients.parent.absolute() if clients else None
         if CUSTOM in (config.model.name, config.data.name):
             raise ConfigError("a run on Flower's nodes needs a model and data that the configuration names")
-        pace = Pace(config.flower.deadline)
-        terms = Terms.of(parts)
-        if simulated:
-            pace = Pace(config.flower.deadline, simulated=True, window=WINDOW, interval=0.02)
-            terms = Terms.of(parts, home=str(home), threads=config.flower.cpus, together=cores(config))
-        return FlowerEngine(grid, parts, partial(run_id, home, deployed=not simulated), terms, pace)
+        if not simulated:
+            return engine_of_devices(grid, parts)
+        if clients is None:
+            raise ConfigError("a run in Flower's simulation needs a folder: its clients keep their layers there")
+        expect_nodes(grid, config.population.clients)
+        return engine_of_simulation(grid, parts, clients.parent.absolute())
 
     return make
+
+
+def expect_nodes(grid: Grid, clients: int) -> None:
+    """Refuse a simulation of fewer nodes than clients: in one, nobody comes later than at its very beginning."""
+    seen, changed = 0, time.monotonic()
+    while (nodes := len(list(grid.get_node_ids()))) < clients:
+        now = time.monotonic()
+        if nodes != seen:
+            seen, changed = nodes, now
+        elif now - changed > (SECONDS_TO_REGISTER if nodes else SECONDS_TO_START):
+            raise ConfigError(
+                f"the simulation has {nodes} nodes, and the run {clients} clients. Ask for as many nodes: flwr run … "
+                f"--federation-config 'num-supernodes={clients}', or for fewer clients with population.clients={nodes}"
+            )
+        time.sleep(0.05)

@@ -14,7 +14,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,11 @@ from flwr.simulation import run_simulation
 
 from fedprophet.client.task import ClientTask, ClientUpdate
 from fedprophet.engines import Parts
-from fedprophet.engines.flower import FlowerEngine, Ledger, Pace, shared_bytes
+from fedprophet.engines.flower import FlowerEngine, Ledger, engine_of_simulation, shared_bytes
 from fedprophet.engines.workers import ONE_THREAD
 from fedprophet.errors import ConfigError, TrainingError
 from fedprophet.flower import CLUSTER
 from fedprophet.flower.client_app import make_app
-from fedprophet.flower.terms import Terms, run_id
 from fedprophet.runs.session import CUSTOM
 from fedprophet.server.coordinator import Record
 
@@ -41,12 +39,9 @@ LOGGERS = ("flwr", "ray", "ray._private", "ray.actor", "ray.util")
 SECONDS_TO_START = 120.0
 SECONDS_TO_FINISH = 10.0
 SECONDS_TO_LEAVE = 30.0
-INTERVAL = 0.02
 _SHORT = Path("/tmp")
 """Ray keeps its sockets in a temporary folder, and the names of sockets must be short."""
 _ROOM = "fp-ray-"
-WINDOW = 32
-"""Messages on their way at a time: enough to keep the actors busy, and few enough for the memory."""
 
 
 class SimulationEngine:
@@ -88,12 +83,7 @@ class SimulationEngine:
             simulation.close(at_once=engine is not None and engine.busy)
 
     def _make_engine(self) -> FlowerEngine:
-        config = self._parts.config
-        pace = Pace(config.flower.deadline, simulated=True, window=WINDOW, interval=INTERVAL)
-        together = max(1, self._cores // config.flower.cpus)
-        terms = Terms.of(self._parts, home=str(self._home), threads=config.flower.cpus, together=together)
-        run = partial(run_id, self._home, deployed=False)
-        return FlowerEngine(_Lazy(self._grid), self._parts, run, terms, pace, self._ledger, self._look)
+        return engine_of_simulation(_Lazy(self._grid), self._parts, self._home, self._ledger, self._look)
 
     def _grid(self) -> Grid:
         if self._simulation is None:

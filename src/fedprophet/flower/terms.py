@@ -2,24 +2,35 @@
 
 import json
 import secrets
+from base64 import b64decode, b64encode
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError
+from torch import Tensor
 
+from fedprophet.client.task import BACKBONE
+from fedprophet.client.workspace import Workspace
 from fedprophet.engines import Parts
 from fedprophet.errors import CheckpointError
 from fedprophet.flower.protocol import ProtocolError
+from fedprophet.models.normalize import Normalize
 from fedprophet.runs.config import Config, parse_config
-from fedprophet.runs.files import IDENTITY, write_atomic
+from fedprophet.runs.files import IDENTITY, tensors_from_bytes, tensors_to_bytes, write_atomic
 
 
 class Terms(BaseModel):
     """A run, as its nodes see it.
 
-    `classes`, `names`, `shape`, `mean` and `std` are those of the server's data: a node's own may have another mean,
-    and the model must see all images alike. `reserve` is R_min. The rest is for the nodes of a simulation, which share
-    the server's machine: the run's folder, the threads of a client, and how many of them run side by side.
+    `classes`, `names` and `shape` are those of the server's data, `mean` and `std` what the server's model normalises
+    with: a node's own data may have another mean, and the model must see all images alike. `reserve` is R_min. Where
+    the run has starting weights, `layers` are what a client needs of them, so that the file is the server's alone: of
+    each model the norm layers of a client that has not trained yet (safetensors, in base64). Parameters that are shared
+    come with the tasks. The rest is for the nodes of a simulation, which share the server's machine: the run's folder,
+    the threads of a client, and how many of them run side by side.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -31,6 +42,7 @@ class Terms(BaseModel):
     mean: tuple[float, ...]
     std: tuple[float, ...]
     reserve: int = Field(ge=0)
+    layers: dict[str, str] = Field(default_factory=dict)
     home: str | None = None
     threads: int = Field(default=1, ge=1)
     together: int = Field(default=1, ge=1)
@@ -38,15 +50,18 @@ class Terms(BaseModel):
     @classmethod
     def of(cls, parts: Parts, **simulation: Any) -> Self:
         """Return the terms of a run; those of a simulation are added to them."""
-        data = parts.dataset
+        data, workspaces = parts.dataset, parts.workspaces
+        mean, std = _normalisation(parts)
+        started = workspaces.items() if parts.config.model.weights else ()
         return cls(
             config=parts.config.model_dump(mode="json"),
             classes=data.classes,
             names=data.names,
             shape=data.shape,
-            mean=data.mean,
-            std=data.std,
+            mean=mean,
+            std=std,
             reserve=parts.reserve,
+            layers={name: b64encode(tensors_to_bytes(workspace.initial)).decode() for name, workspace in started},
             **simulation,
         )
 
@@ -65,6 +80,28 @@ class Terms(BaseModel):
     def parsed_config(self) -> Config:
         """Return the run's configuration."""
         return parse_config(self.config, "as the server sent it")
+
+    def start(self, workspaces: Mapping[str, Workspace]) -> None:
+        """Give clients that have not trained yet the layers that the server's have."""
+        for name, workspace in workspaces.items() if self.layers else ():
+            try:
+                found = tensors_from_bytes(b64decode(self.layers[name], validate=True))
+            except (KeyError, ValueError, SafetensorError):
+                raise ProtocolError(f"the terms of the run do not say what a {name} starts with") from None
+            if _kinds(found) != _kinds(workspace.initial):
+                raise ProtocolError(f"the terms of the run have layers for {name} that this model does not have")
+            workspace.initial = found
+
+
+def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+
+
+def _normalisation(parts: Parts) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the numbers of the model's normalisation; starting weights may have brought others than the data's."""
+    layers = parts.workspaces[BACKBONE].chain.modules()
+    found = (layer.numbers for layer in layers if isinstance(layer, Normalize))
+    return next(found, (parts.dataset.mean, parts.dataset.std))
 
 
 def run_id(folder: Path | None, deployed: bool) -> str:

@@ -23,6 +23,7 @@ from fedprophet.server.accuracy import Accuracy, evaluation_fault, personalised
 from fedprophet.server.aggregate import Layers, Parameters, mean_metric, sift
 from fedprophet.server.convergence import Best, StageRule
 from fedprophet.server.coordinator import Conversation, Record
+from fedprophet.server.reasons import LARGEST_COUNT, plain_reason
 from fedprophet.server.robust import RULES, Update
 from fedprophet.threat import ThreatModel, input_threat
 
@@ -193,13 +194,16 @@ def spare(reports: Sequence[ClientUpdate], record: Record) -> dict[int, Resource
 
 
 def _sound(resources: Resources) -> bool:
-    return resources.memory >= 0 and all(0 < rate < math.inf for rate in (resources.performance, resources.bandwidth))
+    # A device that does less than one thing a second would take a time that no float holds.
+    rates = (resources.performance, resources.bandwidth)
+    return 0 <= resources.memory <= LARGEST_COUNT and all(1 <= rate < math.inf for rate in rates)
 
 
 def drop(record: Record, reasons: Mapping[int, str]) -> None:
     """Note why clients' answers were not used; the first reason of a client in a round stays."""
     earlier = record.get("dropped", {})
-    record["dropped"] = {**earlier, **{str(c): reason for c, reason in reasons.items() if str(c) not in earlier}}
+    new = {str(client): plain_reason(reason) for client, reason in reasons.items() if str(client) not in earlier}
+    record["dropped"] = {**earlier, **new}
 
 
 def usable(

@@ -78,10 +78,10 @@ class Distillation(Baseline[DistillationState]):
             for name, model in state.models.items()
         }
 
-    def layers(self, task: ClientTask) -> Mapping[str, torch.Size]:
+    def layers(self, task: ClientTask) -> Parameters:
         """Return the layers of its own that a client sends with its model."""
         chain = self.family[task.architecture].chain
-        return {name: chain.tensors[name].shape for name in chain.local()}
+        return named(chain.tensors, chain.local())
 
     def _whole(self, update: ClientUpdate, architecture: str) -> Parameters:
         """Return a client's model, its own layers included."""

@@ -13,6 +13,7 @@ from fedprophet.server.assignment import assign
 from fedprophet.server.convergence import Best, better, score
 from fedprophet.server.coordinator import Conversation, Record
 from fedprophet.server.perturbation import AdjustmentRule, Perturbation, accuracy_ratio
+from fedprophet.server.reasons import weight_fault
 from fedprophet.threat import ThreatModel, feature_threat, with_steps
 
 MEASURE_TRIES = 3
@@ -223,13 +224,14 @@ class FedProphet:
             for client in clients
         ]
         answers = yield tasks
-        counted = [(a, a.metrics.get("magnitude", math.nan)) for a in answers if 0 < a.weight < math.inf]
-        finite = [answer for answer, magnitude in counted if 0 <= magnitude < math.inf]
-        if len(finite) < len(counted):
-            lost = {a.client: f"its measured perturbation is {m}" for a, m in counted if not 0 <= m < math.inf}
+        # A client of weight 0 has nothing to measure on.
+        reasons = {answer.client: _measure_fault(answer) for answer in answers if answer.weight != 0}
+        lost = {client: reason for client, reason in reasons.items() if reason is not None}
+        if lost:
             drop(record, lost)
-        if finite:
-            return mean_metric(finite, "magnitude")
+        sound = [answer for answer in answers if answer.client in reasons and answer.client not in lost]
+        if sound:
+            return mean_metric(sound, "magnitude")
         if len(answers) < len(tasks):
             return None
         raise TrainingError(
@@ -299,3 +301,11 @@ class FedProphet:
         own = named(state.model, self.world.chain.shared(first, last))
         exit_names = [] if head is None else [f"heads.{head}.weight", f"heads.{head}.bias"]
         return {**own, **named(state.heads, exit_names)}
+
+
+def _measure_fault(answer: ClientUpdate) -> str | None:
+    """Return why a measured perturbation cannot be counted, or None where it can."""
+    magnitude = answer.metrics.get("magnitude", math.nan)
+    return weight_fault(answer.weight) or (
+        None if 0 <= magnitude < math.inf else f"its measured perturbation is {magnitude}"
+    )

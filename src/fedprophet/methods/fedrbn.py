@@ -84,11 +84,11 @@ class FedRBN(Baseline[BaselineState]):
         model = self.world.joined(state.model, [(update.weight, update.parameters) for update in found])
         return replace(state, model=model)
 
-    def _layers(self, task: ClientTask) -> Mapping[str, torch.Size]:
+    def _layers(self, task: ClientTask) -> Parameters:
         """Return the statistics that a client has to send: a second set where it attacks."""
-        shapes = {name: self.world.chain.tensors[name].shape for name in self._statistics}
-        second = {ADVERSARIAL + name: shape for name, shape in shapes.items()} if task.adversarial_statistics else {}
-        return {**shapes, **second}
+        first = named(self.world.chain.tensors, self._statistics)
+        second = {ADVERSARIAL + name: value for name, value in first.items()} if task.adversarial_statistics else {}
+        return {**first, **second}
 
     def _propagation(
         self, state: BaselineState, tasks: Sequence[ClientTask], found: Sequence[ClientUpdate]

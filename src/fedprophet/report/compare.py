@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fedprophet.report.runs import Kind, Measured, RunSummary, read_run
-from fedprophet.runs.config import MACHINE_KEYS, Config
+from fedprophet.runs.config import MACHINE_KEYS, Config, FleetSection
 from fedprophet.runs.session import CUSTOM
 from fedprophet.runs.toml import shown
 
@@ -30,7 +30,8 @@ NUMERICS = ("engine", "precision")
 IRRELEVANT = MACHINE_KEYS.union(NUMERICS, {"seed", "data.root", "data.cache", "checkpoint.every", "checkpoint.keep"})
 """Keys in which the runs of one row may differ: they decide where and how often, not what is trained."""
 SETTING_KEYS = ("data.name", "data.size", "data.test_per_class", "data.validation")
-SETTING_SECTIONS = ("shards.", "population.", "fleet.")
+FLEET, REAL_DEVICES = "fleet.", "real devices"
+SETTING_SECTIONS = ("shards.", "population.", FLEET)
 ATTACKS: Mapping[str, Callable[[Config], tuple[str, ...]]] = {
     "clean": lambda config: ("clean",),
     "pgd": lambda config: (f"pgd{config.evaluate.steps}",),
@@ -176,7 +177,7 @@ def compare(paths: Sequence[Path]) -> Comparison:
     once, notes = _each_once(paths)
     runs, more = _one_for_each_seed([read_run(path) for path in once])
     groups = _grouped(runs, lambda run: tuple(sorted(_setting(run).items())))
-    titles = [_title(group[0].config) for group in groups]
+    titles = [_title(group[0]) for group in groups]
     settings = []
     for number, group in enumerate(groups):
         namesakes = [other for other, title in zip(groups, titles, strict=True) if title == titles[number]]
@@ -217,7 +218,7 @@ def numerics(run: RunSummary) -> str:
     """Return what carried a run out: `engine plain`, or `engine cuda, bfloat16` where the precision plays a part."""
     config = run.config
     precision = {"cuda": f", {config.precision}", "auto": f", {config.precision} on a GPU"}.get(config.engine, "")
-    return f"engine {config.engine}{precision}"
+    return f"engine {run.engine}{'' if run.deployed else precision}"
 
 
 def _elsewhere(run: RunSummary, best: RunSummary) -> str:
@@ -227,7 +228,7 @@ def _elsewhere(run: RunSummary, best: RunSummary) -> str:
 
 def _recipe(run: RunSummary) -> tuple[tuple[str, str], ...]:
     """Return all that decides what is trained, but for the seed."""
-    return tuple(sorted({**relevant_settings(run.config), **_setting(run)}.items()))
+    return tuple(sorted({**relevant_settings(run), **_setting(run)}.items()))
 
 
 def _grouped(items: Iterable[T], key: Callable[[T], K]) -> list[list[T]]:
@@ -241,10 +242,15 @@ def _grouped(items: Iterable[T], key: Callable[[T], K]) -> list[list[T]]:
 # What tells runs apart -----------------------------------------------------------------------------------------------
 
 
-def relevant_settings(config: Config) -> dict[str, str]:
+def relevant_settings(run: RunSummary) -> dict[str, str]:
     """Return every key that may change what is trained; the method and the seed are named on their own."""
-    flat = dict(_flat(config.model_dump()))
-    return {key: value for key, value in flat.items() if key not in IRRELEVANT and key != "method"}
+    return {key: value for key, value in _known(run).items() if key not in IRRELEVANT and key != "method"}
+
+
+def _known(run: RunSummary) -> dict[str, str]:
+    """Return a run's keys. Real devices are what they are, whatever fleet the configuration names."""
+    flat = dict(_flat(run.config.model_dump()))
+    return {key: value for key, value in flat.items() if not (run.deployed and key.startswith(FLEET))}
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -257,8 +263,9 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str
 
 def _setting(run: RunSummary) -> dict[str, str]:
     """Return what makes runs comparable: the data, how it is dealt out, and the fleet."""
-    flat = dict(_flat(run.config.model_dump()))
+    flat = _known(run)
     chosen = {key: value for key, value in flat.items() if key in SETTING_KEYS or key.startswith(SETTING_SECTIONS)}
+    chosen |= {"devices": REAL_DEVICES} if run.deployed else {}
     # Of these two the name does not say which data it is.
     contents = {"folder": {"data.root": flat["data.root"]}, CUSTOM: {"dataset": run.dataset or "unknown"}}
     return chosen | contents.get(run.config.data.name, {})
@@ -270,16 +277,18 @@ def _distinguished(settings: Settings, namesakes: Sequence[Settings]) -> dict[st
     return {key: settings.get(key, NOT_SET) for key in keys if len({other.get(key) for other in namesakes}) > 1}
 
 
-def _title(config: Config) -> str:
-    fleet, population = config.fleet, config.population
+def _title(run: RunSummary) -> str:
+    config, population = run.config, run.config.population
+    size = f" ({config.data.size}×{config.data.size})" if config.data.size else ""
+    devices = REAL_DEVICES if run.deployed else _fleet(config.fleet)
+    return f"{config.data.name}{size}, {devices}, {population.cohort} of {population.clients} clients a round"
+
+
+def _fleet(fleet: FleetSection) -> str:
     sampling = "balanced" if fleet.exponent == 0 else f"exponent {fleet.exponent:g}"
     if fleet.exponent < 0:
         sampling = f"unbalanced ({sampling})"
-    size = f" ({config.data.size}×{config.data.size})" if config.data.size else ""
-    return (
-        f"{config.data.name}{size}, fleet {fleet.pool} {sampling}, "
-        f"{population.cohort} of {population.clients} clients a round"
-    )
+    return f"fleet {fleet.pool} {sampling}"
 
 
 # Rows ----------------------------------------------------------------------------------------------------------------
@@ -309,7 +318,7 @@ def _named(row: Row, namesakes: Sequence[Settings]) -> Row:
 
 
 def _keys(row: Row) -> dict[str, str]:
-    return relevant_settings(row.runs[0].config)
+    return relevant_settings(row.runs[0])
 
 
 def candidates(row: Row, references: Sequence[Row]) -> list[Row]:

@@ -147,7 +147,7 @@ def _draw_times(axes: "Axes", rows: Sequence[Row]) -> None:
 def _time_label(row: Row, unit: Unit) -> str:
     total = row.time("total")
     if total is None:
-        return "not known"
+        return "not simulated" if row.runs[0].deployed else "not known"
     text = time_text(Statistic(total.mean, None, total.count), unit) + ("" if row.finished else " so far")
     return f"{text}  ({speedup_text(row)})" if row.speedup else text
 

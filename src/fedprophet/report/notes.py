@@ -13,7 +13,7 @@ from fedprophet.report.compare import (
     numerics,
     relevant_settings,
 )
-from fedprophet.report.runs import KINDS
+from fedprophet.report.runs import DEPLOYED, KINDS, Kind
 from fedprophet.runs.files import how_to_resume
 
 READING = (
@@ -26,8 +26,8 @@ READING = (
     "slowest link of each round) is not part of it.",
 )
 WIRE = (
-    "Wire: bytes of all messages between server and clients, as the server counted them. jFAT's: what the whole model, "
-    "sent to as many clients and back, would have been."
+    "Wire: bytes of all messages of the rounds between server and clients, evaluations included, as the server counted "
+    "them. jFAT's: those of its training alone, the whole model sent to as many clients and back."
 )
 SEVERAL_SEEDS = "Rows with several seeds show mean ± sample standard deviation; a speed-up is the ratio of mean times."
 FAST_MARK = "†"
@@ -85,7 +85,7 @@ def _range(numbers: Sequence[int]) -> str:
 
 def _rows_differ(setting: Setting) -> Iterator[str]:
     """Name the keys in which rows differ and that no label, or not every one, tells."""
-    rows = [(row, relevant_settings(row.runs[0].config)) for row in setting.rows]
+    rows = [(row, relevant_settings(row.runs[0])) for row in setting.rows]
     for key in dict.fromkeys(key for _, keys in rows for key in keys):
         told = {keys.get(key, NOT_SET) for row, keys in rows if key in row.differs}
         untold = {keys.get(key, NOT_SET) for row, keys in rows if key not in row.differs}
@@ -100,12 +100,22 @@ def _engines_differ(setting: Setting) -> Iterator[str]:
         yield f"Runs were carried out by different engines: {_each(used)}."
 
 
+def _deployed(setting: Setting) -> Iterator[str]:
+    """A setting's runs are deployed all or none: real devices are a fleet of their own."""
+    if any(run.deployed for run in setting.runs):
+        yield (
+            f"Carried out by {DEPLOYED}: the pool of the configuration played no part, so that no time is simulated "
+            "and no speed-up known. Runs on simulated devices have tables of their own."
+        )
+
+
 def _unfinished(setting: Setting) -> Iterator[str]:
     for run in (run for row in setting.rows if not row.finished for run in row.runs):
         last = run.last
         reached = f", clean {last.clean:.1%} and PGD {last.adversarial:.1%} in round {last.round}" if last else ""
+        costs = "memory is that" if run.deployed else "time and memory are those"
         yield (
-            f"{run.path} is not finished: {run.rounds} rounds so far{reached}; time and memory are those so far. "
+            f"{run.path} is not finished: {run.rounds} rounds so far{reached}; {costs} so far. "
             f"Go on with: {how_to_resume(run.path)}"
         )
 
@@ -135,7 +145,9 @@ def _attacks(setting: Setting) -> Iterator[str]:
     cells = [row.accuracy(kind, "aa") for row in setting.rows for kind in KINDS]
     if any(cell and cell.attack == "aa-fast" for cell in cells):
         yield FAST
-    missing = [row for row in setting.rows if row.finished and not row.accuracy("personalised", "aa")]
+    # Real devices cannot be asked once their run is over: there, the exported model alone can be measured.
+    kind: Kind = "global" if any(run.deployed for run in setting.runs) else "personalised"
+    missing = [row for row in setting.rows if row.finished and not row.accuracy(kind, "aa")]
     if missing:
         run = shlex.quote(str(missing[0].runs[0].path))
         yield (
@@ -146,7 +158,8 @@ def _attacks(setting: Setting) -> Iterator[str]:
 
 def _speedups(setting: Setting) -> Iterator[str]:
     references = [row for row in setting.rows if row.method == REFERENCE and row.finished]
-    missing = [row for row in setting.rows if row.finished and not candidates(row, references)]
+    simulated = [row for row in setting.rows if row.finished and not row.runs[0].deployed]
+    missing = [row for row in simulated if not candidates(row, references)]
     if missing:
         # Not from a run's own config.toml: it has the rounds of that run's method.
         yield (
@@ -154,7 +167,7 @@ def _speedups(setting: Setting) -> Iterator[str]:
             f"model and fleet is given. Make one from the preset or file that they were started from: "
             f"fedprophet train PRESET --method {REFERENCE}"
         )
-    choices = [row for row in setting.rows if len(candidates(row, references)) > 1]
+    choices = [row for row in setting.rows if row.speedup and len(candidates(row, references)) > 1]
     if choices:
         over = _each((row.speedup.over, row.label) for row in choices if row.speedup)
         yield f"Several jFAT rows fit. Speed-ups are over the one with the nearest settings: {over}."
@@ -177,6 +190,7 @@ _KINDS_OF_NOTES: Sequence[Callable[[Setting], Iterable[str]]] = (
     _samples,
     _rows_differ,
     _engines_differ,
+    _deployed,
     _unfinished,
     _of_runs,
     _faults,

@@ -10,7 +10,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from fedprophet.errors import CheckpointError
 from fedprophet.runs.config import Config, load_config
-from fedprophet.runs.files import how_to_resume
+from fedprophet.runs.files import how_to_resume, is_deployed
 from fedprophet.runs.journal import Journal
 from fedprophet.runs.results import fault_count, simulated_seconds, training_memory, wire_bytes
 from fedprophet.runs.run import RunFiles
@@ -20,6 +20,8 @@ Kind = Literal["personalised", "global"]
 KINDS: tuple[Kind, ...] = ("personalised", "global")
 EVALUATION = "evaluation.json"
 """What `fedprophet evaluate` has measured of a run, beside its closing summary."""
+DEPLOYED = "Flower, real devices"
+"""The engine of a run whose clients were no simulation."""
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -69,7 +71,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Wire:
-    """Bytes that went over the network in a whole run, as the server saw them, and those that jFAT would have moved."""
+    """Bytes that went over the network in rounds, as the server saw them, and those of jFAT's training in as many."""
 
     sent: Count
     received: Count
@@ -82,8 +84,20 @@ class Wire:
 
 
 @dataclass(frozen=True)
+class RoundWire:
+    """The bytes of one round, None where nobody counted them, and how many clients' answers were lost in it."""
+
+    round: int
+    wire: Wire | None
+    faults: int
+
+
+@dataclass(frozen=True)
 class RunSummary:
-    """A run as a comparison sees it; what its folder does not hold is None or empty."""
+    """A run as a comparison sees it; what its folder does not hold is None or empty.
+
+    The clients of a `deployed` run were real devices, so that it has no simulated time.
+    """
 
     path: Path
     config: Config
@@ -96,11 +110,18 @@ class RunSummary:
     time: Time | None = None
     memory: Memory | None = None
     wire: Wire | None = None
+    wire_rounds: tuple[RoundWire, ...] = ()
     faults: int = 0
+    deployed: bool = False
     norm_layers: Mapping[str, str] = field(default_factory=dict)
     public_samples: int = 0
     dataset: str | None = None
     notes: tuple[str, ...] = ()
+
+    @property
+    def engine(self) -> str:
+        """What carried the run out; a deployment is not what its configuration calls the engine."""
+        return DEPLOYED if self.deployed else self.config.engine
 
 
 @dataclass(frozen=True)
@@ -154,13 +175,14 @@ def read_run(path: Path) -> RunSummary:
     records = Journal(files.journal).read()
     results = _read(files.results, _Results, f"Delete it: it is made again. Go on with: {how_to_resume(path)}")
     evaluation = _read(path / EVALUATION, _Evaluation, "Delete it, then measure again with fedprophet evaluate")
+    deployed = is_deployed(path)
     costs = _costs(records, files.journal)
     rounds = results.rounds if results else len(records)
     notes = list(_evaluation_notes(evaluation, results, rounds))
     if len(records) != rounds or costs is None:
         costs = None
         what = f"has {len(records)} of its {rounds} rounds" if len(records) != rounds else "does not hold them"
-        notes.append(f"time and memory are not known: its journal {what}")
+        notes.append(f"{'memory is' if deployed else 'time and memory are'} not known: its journal {what}")
     return RunSummary(
         path=path,
         config=config,
@@ -170,10 +192,12 @@ def read_run(path: Path) -> RunSummary:
         accuracies=_accuracies(results, evaluation),
         best=results.best if results else None,
         last=results.last if results else _last_evaluated(records, files.journal),
-        time=None if costs is None else _time(records, costs),
+        time=None if costs is None or deployed else _time(records, costs),
         memory=None if costs is None else _memory(records),
         wire=_wire(records, files.journal),
+        wire_rounds=_wire_rounds(records),
         faults=fault_count(records),
+        deployed=deployed,
         norm_layers=results.norm_layers if results else {},
         public_samples=results.public_samples if results else 0,
         dataset=_dataset(files.inputs),
@@ -277,3 +301,13 @@ def _wire(records: Sequence[Record], journal: Path) -> Wire | None:
         _of_record(TypeAdapter(Wire), record["wire"], record, journal)
     found = wire_bytes(counted)
     return Wire(**found) if found else None
+
+
+def _wire_rounds(records: Sequence[Record]) -> tuple[RoundWire, ...]:
+    """Return the rounds one by one, where the bytes of any were counted."""
+    if not any("wire" in record for record in records):
+        return ()
+    return tuple(
+        RoundWire(record["round"], Wire(**found) if (found := wire_bytes([record])) else None, fault_count([record]))
+        for record in records
+    )

@@ -13,6 +13,7 @@ from fedprophet.report.runs import KINDS, Kind, Reached, RunSummary
 
 NONE = "–"
 WIRE_PARTS = ("sent", "received", "total", "jfat")
+_WIRE_COUNTED = ("sent", "received", "jfat")
 TIMES = ("total", "computation", "access", "communication")
 _UNITS = (("days", 86_400, 10 * 86_400), ("h", 3_600, 2 * 3_600), ("min", 60, 2 * 60))
 """Units of time, their seconds, and from how many seconds on people use them: a day is too coarse for a few days."""
@@ -139,7 +140,7 @@ def _plain(value: Statistic | None) -> Statistic | None:
 
 def _wire_table(setting: Setting) -> TextTable:
     headings = [("", "Method"), ("Wire", "sent"), ("Wire", "received"), ("Wire", "total"), ("jFAT's", "total")]
-    headings += [("jFAT's", "share"), ("", "Faults")]
+    headings += [("", "of jFAT's"), ("", "Faults")]
     rows = []
     for row in setting.rows:
         total, reference = row.wire("total"), row.wire("jfat")
@@ -148,7 +149,8 @@ def _wire_table(setting: Setting) -> TextTable:
         sizes = (memory_text(round(size.mean)) for part in WIRE_PARTS if (size := row.wire(part)))
         share = f"{100 * total.mean / reference.mean:.1f} %" if reference.mean else NONE
         rows.append((row.label, *sizes, share, str(row.faults)))
-    return TextTable("Bytes on the wire in a whole run, and faults of clients", tuple(headings), tuple(rows))
+    title = "Bytes on the wire in all rounds (jFAT's: its training alone), and faults of clients"
+    return TextTable(title, tuple(headings), tuple(rows))
 
 
 def _rounds_table(setting: Setting) -> TextTable:
@@ -237,6 +239,24 @@ def csv_text(comparison: Comparison) -> str:
     writer = csv.DictWriter(text, list(_CSV), lineterminator="\n")
     writer.writeheader()
     writer.writerows(lines)
+    return text.getvalue()
+
+
+def wire_csv(comparison: Comparison) -> str | None:
+    """Return a line for each round, in bytes; empty: not counted. None where no run has counted any.
+
+    jFAT's are those of its training alone.
+    """
+    runs = [run for setting in comparison.settings for run in setting.runs if run.wire_rounds]
+    if not runs:
+        return None
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(("run", "round", *_WIRE_COUNTED, "faults"))
+    for run in runs:
+        for one in run.wire_rounds:
+            sizes = (getattr(one.wire, part) if one.wire else "" for part in _WIRE_COUNTED)
+            writer.writerow((str(run.path), one.round, *sizes, one.faults))
     return text.getvalue()
 
 
@@ -368,7 +388,7 @@ def _run_document(run: RunSummary) -> dict[str, Any]:
         "memory_bytes": _as_dict(run.memory),
         "wire_bytes": {part: getattr(run.wire, part) for part in WIRE_PARTS} if run.wire else None,
         "faults": run.faults,
-        "engine": run.config.engine,
+        "engine": run.engine,
     }
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from fedprophet.client.modules import digest
 from fedprophet.client.task import ClientTask, ClientUpdate, TaskKind
 from fedprophet.errors import ConfigError
-from fedprophet.runs.files import make_folder, sync_folder, write_atomic, write_error
+from fedprophet.runs.files import make_folder, sync_folder, tensors_from_bytes, write_atomic, write_error
 from fedprophet.runs.results import (
     Evaluator,
     Measured,
@@ -98,18 +98,20 @@ def evaluate_run(
 ) -> Evaluation:
     """Measure a run's newest state, going on with what an earlier call measured; write RUN/evaluation.json.
 
-    Where the run's folder cannot be written to, nothing is kept and nothing is written.
+    Where the run's folder cannot be written to, nothing is kept and nothing is written. Where the clients are on other
+    machines, only the global model is measured.
     """
     names = parse_attacks(attacks if isinstance(attacks, str) else ",".join(attacks))
     check_samples(samples)
     kept = can_keep(run)
     try:
-        whole = exported_model(run.session, run.state, Watched(run.session.engine, _asking(watch)))
+        whole = _whole_model(run, watch)
         state = _state_key(run, whole)
         engine: Engine = run.session.engine
         if kept:
             engine = Remembering(engine, Parts(run.files.path / "evaluation", state))
-        evaluation = _evaluate(Evaluator(run.session, run.state, whole, engine, samples, watch), names, masking_check)
+        evaluator = Evaluator(run.session, run.state, whole, engine, samples, watch)
+        evaluation = _evaluate(evaluator, names, masking_check, asks_clients=not run.away)
         if kept:
             _write(run, state, evaluation, samples)
     except KeyboardInterrupt:
@@ -118,11 +120,31 @@ def evaluate_run(
     return evaluation
 
 
-def _evaluate(evaluator: Evaluator, attacks: Sequence[str], masking_check: bool) -> Evaluation:
-    measured = evaluator.measure(attacks)
+def _whole_model(run: Run, watch: Watch) -> Mapping[str, Tensor]:
+    """Return the one model for everybody; that of clients who are away was made at the end of their run."""
+    if run.away:
+        return tensors_from_bytes(run.files.model.read_bytes())
+    return exported_model(run.session, run.state, Watched(run.session.engine, _asking(watch)))
+
+
+def _evaluate(
+    evaluator: Evaluator, attacks: Sequence[str], masking_check: bool, asks_clients: bool = True
+) -> Evaluation:
+    measured = evaluator.measure(attacks) if asks_clients else _on_test_set(evaluator, attacks)
     checks = {name: _check(evaluator, name) for name in attacks if masking_check and _checkable(evaluator, name)}
     warnings = _warnings(evaluator, measured, checks)
-    return Evaluation(conditions(evaluator.session), cells(measured), warnings, checks)
+    accuracies = cells(measured) if asks_clients else {**cells(measured), "personalised": {}}
+    return Evaluation(conditions(evaluator.session), accuracies, warnings, checks)
+
+
+def _on_test_set(evaluator: Evaluator, attacks: Sequence[str]) -> dict[str, Measured]:
+    """Return what the test set alone says under each attack."""
+    measured = {}
+    for name in attacks:
+        attack, threat = threat_of(evaluator.session, name)
+        updates = evaluator.over_test_set(attack, threat, evaluator.test_samples, f"{name}, test set")
+        measured[name] = Measured("clean" if threat is None else "adversarial", (), updates)
+    return measured
 
 
 def _asking(watch: Watch) -> Callable[[TaskKind, int, int], None]:

@@ -14,6 +14,8 @@ from fedprophet.errors import CheckpointError
 
 IDENTITY = "flower.json"
 """The file of a run on Flower that says by which id the nodes know it, and whether they are real ones."""
+PILOT = "deploy.toml"
+"""The file of a pilot's folder, whose runs are in runs/ beside it."""
 TRY_AGAIN = "Make room there or correct its permissions, then try again"
 
 
@@ -93,6 +95,29 @@ def tensors_from_bytes(data: bytes) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in load(data).items()}
 
 
+def is_deployed(run: Path) -> bool:
+    """Whether a run's clients are real nodes of Flower, which keep their own layers."""
+    file = run / IDENTITY
+    try:
+        return json.loads(file.read_bytes())["deployed"] is True
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError, KeyError, TypeError):
+        raise CheckpointError(f"{file} is damaged. Put it back from a copy, or start the run anew") from None
+
+
 def how_to_resume(run: Path) -> str:
     """Return the command that goes on with a run, quoted for a shell."""
+    whole = run.absolute()
+    pilot = whole.parent.parent
+    try:
+        deployed = is_deployed(run)
+    except CheckpointError:  # of which somebody else will tell
+        deployed = True
+    # A pilot's run has no identity before its first task, and goes on with its pilot all the same.
+    if whole.parent.name == "runs" and (pilot / PILOT).is_file() and (deployed or not (run / IDENTITY).exists()):
+        return f"fedprophet deploy run {shlex.quote(str(pilot))} --name {shlex.quote(whole.name)} --resume"
+    if deployed:
+        settings = f'out="{whole}" resume=true'
+        return f"flwr run APP SERVER --run-config {shlex.quote(settings)}"
     return f"fedprophet train --resume {shlex.quote(str(run))}"

@@ -19,9 +19,13 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._advice = (
+
+    @property
+    def _advice(self) -> str:
+        """What to do where the file cannot be written; how a run goes on is known once it has begun."""
+        return (
             "The run's checkpoints are intact. Make room there or correct its permissions, then go on with: "
-            f"{how_to_resume(path.parent)}"
+            f"{how_to_resume(self._path.parent)}"
         )
 
     def append(self, record: Mapping[str, Any]) -> None:

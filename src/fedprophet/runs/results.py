@@ -1,7 +1,6 @@
 """What comes out of a run: accuracies, the one model that everybody can load, and the closing summary."""
 
 import importlib.util
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -17,6 +16,7 @@ from fedprophet.errors import ConfigError
 from fedprophet.runs.session import Session
 from fedprophet.server.accuracy import evaluation_fault, personalised_estimate, pooled_estimate
 from fedprophet.server.coordinator import Accountant, Engine, Record
+from fedprophet.server.reasons import weight_fault
 from fedprophet.threat import ThreatModel
 
 CLEAN = "clean"
@@ -198,10 +198,10 @@ def _sound_layers(known: Mapping[str, Tensor], update: ClientUpdate) -> bool:
     fits = (
         name.removeprefix(ADVERSARIAL) in known
         and value.shape == known[name.removeprefix(ADVERSARIAL)].shape
-        and bool(torch.isfinite(value).all())
+        and bool(torch.isfinite(value.to(known[name.removeprefix(ADVERSARIAL)].dtype)).all())
         for name, value in update.local.items()
     )
-    return 0 < update.weight < math.inf and all(fits)
+    return update.weight > 0 and weight_fault(update.weight) is None and all(fits)
 
 
 def in_order(tasks: Sequence[ClientTask], engine: Engine) -> Iterator[ClientUpdate]:

@@ -3,16 +3,15 @@
 import fcntl
 import json
 import os
-import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedprophet.cascade.atoms import Chain
 from fedprophet.client.modules import digest
@@ -23,12 +22,13 @@ from fedprophet.errors import CheckpointError, ConfigError, TrainingError
 from fedprophet.methods.base import MethodState
 from fedprophet.runs.checkpoint import Checkpoints
 from fedprophet.runs.config import Config, load_config, to_toml
-from fedprophet.runs.files import IDENTITY, how_to_resume, tensors_to_bytes, write_atomic
+from fedprophet.runs.files import IDENTITY, how_to_resume, is_deployed, tensors_to_bytes, write_atomic
 from fedprophet.runs.journal import Journal
 from fedprophet.runs.results import (
+    Evaluator,
     Watched,
+    cells,
     conditions,
-    evaluate,
     exported_model,
     fault_count,
     faulty_clients,
@@ -37,7 +37,7 @@ from fedprophet.runs.results import (
     wire_bytes,
 )
 from fedprophet.runs.session import CUSTOM, EngineMaker, Session, assemble
-from fedprophet.server.coordinator import Engine, Record, hold
+from fedprophet.server.coordinator import Record, hold
 from fedprophet.version import __version__
 
 FAILURES_ALLOWED = 3
@@ -141,6 +141,8 @@ class Run:
     session: Session
     state: Any
     notes: tuple[str, ...] = ()
+    away: bool = False
+    """Whether its clients are on other machines, where this process cannot ask them."""
 
 
 def start(
@@ -178,30 +180,44 @@ def reopen(
     engine: EngineMaker = make_engine,
 ) -> Run:
     """Open a run directory at its newest whole checkpoint."""
-    files = RunFiles(path)
-    if not files.config.exists():
-        raise CheckpointError(f"there is no run in {path}: it has no config.toml. Start one with: fedprophet train")
-    if engine is make_engine and _deployed(files):
+    _check_folder(path)
+    if engine is make_engine and is_deployed(path):
         raise CheckpointError(
-            f"the clients of the run in {path} are on other machines, with what they have learnt of their own. Go on "
-            f"with it where it was started, with Flower: flwr run APP SERVER --run-config {_resume_config(path)}"
+            f"the clients of the run in {path} are on other machines, with what they have learnt of their own. "
+            f"{_resume(path)}, with Flower, where it was started"
         )
-    config = load_config(files.config)
-    session = assemble(config, files.clients, model, dataset, engine)
+    return _opened(path, model, dataset, engine)
+
+
+def open_to_read(path: Path, model: nn.Module | Chain | None = None, dataset: Dataset | None = None) -> Run:
+    """Open a run directory to look at what was trained; of a run on other machines it must be finished.
+
+    Its clients cannot be asked from here, and until they have been, at the end, there is no model for everybody.
+    """
+    _check_folder(path)
+    away = is_deployed(path)
+    files = RunFiles(path)
+    if away and not (files.results.exists() and files.model.exists()):
+        raise CheckpointError(
+            f"the run in {path} is not finished, and its clients are on other machines, with layers of their own: "
+            f"there is a model when it has ended. {_resume(path)}"
+        )
+    return replace(_opened(path, model, dataset, make_engine), away=away)
+
+
+def _check_folder(path: Path) -> None:
+    if not RunFiles(path).config.exists():
+        raise CheckpointError(f"there is no run in {path}: it has no config.toml. Start one with: fedprophet train")
+
+
+def _opened(path: Path, model: nn.Module | Chain | None, dataset: Dataset | None, engine: EngineMaker) -> Run:
+    files = RunFiles(path)
+    session = assemble(load_config(files.config), files.clients, model, dataset, engine)
     checkpoints = _checkpoints(files, session)
     if not checkpoints.present():
         return Run(files, session, session.method.initial(), session.notes)
     state, _, notes = checkpoints.load(session.method.state)
     return Run(files, session, state, (*session.notes, *notes))
-
-
-def _deployed(files: RunFiles) -> bool:
-    """Whether the run's clients are real nodes of Flower, which keep their own layers."""
-    return files.flower.exists() and _read_json(files.flower).get("deployed") is True
-
-
-def _resume_config(path: Path) -> str:
-    return shlex.quote(f'out="{path.absolute()}" resume=true')
 
 
 def play(run: Run, observer: Observer | None = None) -> Mapping[str, Any]:
@@ -321,18 +337,23 @@ def _stop_if_failing(state: MethodState, keeper: _Keeper, path: Path, record: Re
 
 def _finish(run: Run, observer: Observer) -> None:
     """Evaluate the trained model, write it, and write the closing summary last: it marks the run as finished."""
+    engine = Watched(run.session.engine, observer.task_done)
     try:
-        summary = _summary(run, Watched(run.session.engine, observer.task_done))
-        write_model(run, run.files.model)
+        # Clients are asked for their layers once; over a network that is the whole of them.
+        whole = exported_model(run.session, run.state, engine)
+        summary = _summary(run, engine, whole)
+        _write_tensors(run, whole, run.files.model)
         write_atomic(run.files.results, (json.dumps(summary, indent=2) + "\n").encode())
     except KeyboardInterrupt:
         raise _stopped("in its closing evaluation", run.files.path) from None
 
 
-def _summary(run: Run, engine: Engine) -> dict[str, Any]:
+def _summary(run: Run, engine: Watched, whole: Mapping[str, Tensor]) -> dict[str, Any]:
     session, state = run.session, run.state
     attacks = ("clean", f"pgd{session.config.evaluate.steps}")
     records = Journal(run.files.journal).read()
+    accuracies = cells(Evaluator(session, state, whole, engine).measure(attacks))
+    closing_account = engine.account()
     return {
         "version": __version__,
         "method": session.config.method,
@@ -344,14 +365,18 @@ def _summary(run: Run, engine: Engine) -> dict[str, Any]:
         "memory": training_memory(records),
         "simulated": simulated_seconds(records),
         **_wire(records),
+        **({"closing": closing_account} if closing_account else {}),
         **session.method.results(state),
         **conditions(session),
-        **evaluate(session, state, attacks, engine),
+        **accuracies,
     }
 
 
 def _wire(records: Sequence[Record]) -> dict[str, Any]:
-    """Return what went over the wire, and how often an answer was missing, where the engine has kept accounts."""
+    """Return what the rounds moved over the wire, and how often an answer was missing, where an engine has counted.
+
+    What the closing evaluation moved is no part of it, as in the journal: training of any kind ends with the same.
+    """
     moved = wire_bytes(records)
     return {} if moved is None else {"wire": moved, "faults": fault_count(records)}
 
@@ -371,6 +396,13 @@ def _module_rows(session: Session) -> list[dict[str, Any]]:
 
 def write_model(run: Run, path: Path) -> None:
     """Write the one model that everybody can load: state-dict names, one set of norm layers, how to feed it."""
+    if run.away:
+        write_atomic(path, run.files.model.read_bytes())
+    else:
+        _write_tensors(run, exported_model(run.session, run.state, run.session.engine), path)
+
+
+def _write_tensors(run: Run, whole: Mapping[str, Tensor], path: Path) -> None:
     session, dataset = run.session, run.session.dataset
     mean, std = session.normalize.numbers
     metadata = {
@@ -385,7 +417,7 @@ def write_model(run: Run, path: Path) -> None:
         "norm_layers": session.method.norm_layers,
         "rounds": str(run.state.round),
     }
-    tensors = {name: value.contiguous() for name, value in exported_model(session, run.state, session.engine).items()}
+    tensors = {name: value.contiguous() for name, value in whole.items()}
     write_atomic(path, tensors_to_bytes(tensors, metadata))
 
 

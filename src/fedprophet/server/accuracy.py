@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fedprophet.client.task import ClientUpdate
+from fedprophet.server.reasons import LARGEST_COUNT, weight_fault
 
 Z = 1.959963984540054
 """The normal quantile of a two-sided 95 % interval."""
@@ -86,10 +87,11 @@ def wilson(right: int, samples: int) -> Interval:
 def evaluation_fault(update: ClientUpdate) -> str | None:
     """Return why an evaluation cannot be counted, or None where it can."""
     samples = update.metrics.get("samples")
-    if samples is None or not 0 <= samples < math.inf:
+    if samples is None or not 0 <= samples <= LARGEST_COUNT:
         return "its evaluation has no number of samples" if samples is None else f"it evaluated {samples} samples"
-    if not 0 <= update.weight < math.inf:
-        return f"its weight is {update.weight}"
+    impossible = weight_fault(update.weight)
+    if impossible:
+        return impossible
     for name in ("clean", "adversarial"):
         right = update.metrics.get(name, 0.0)
         if not 0 <= right <= samples:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fedprophet.client.task import ClientTask, ClientUpdate
+from fedprophet.server.reasons import some_names, weight_fault
 
 Parameters = Mapping[str, Tensor]
 
@@ -35,14 +36,18 @@ def partial_average(current: Parameters, updates: Iterable[tuple[float, Paramete
 def mean_metric(updates: Sequence[ClientUpdate], metric: str) -> float:
     """Return a metric's mean over clients, weighted by q_k."""
     total = sum(update.weight for update in updates)
-    return sum(update.weight * update.metrics[metric] for update in updates) / total
+    mean = sum(update.weight * update.metrics[metric] for update in updates) / total
+    if math.isfinite(mean):
+        return mean
+    # The mean of finite numbers is finite, though their sum may not be.
+    return sum(update.weight / total * update.metrics[metric] for update in updates)
 
 
-Layers = Callable[[ClientTask], Mapping[str, torch.Size]]
-"""Says which of its own layers a client has to send with a task's update, and of which shape."""
+Layers = Callable[[ClientTask], Parameters]
+"""Says which of its own layers a client has to send with a task's update: tensors of their shapes and types."""
 
 
-def fault(task: ClientTask, update: ClientUpdate, layers: Mapping[str, torch.Size] | None = None) -> str | None:
+def fault(task: ClientTask, update: ClientUpdate, layers: Parameters | None = None) -> str | None:
     """Return why an update cannot be averaged, or None where it can; `layers` are those of its own that it must send.
 
     A client says with its loss whether its training diverged, so that one without a loss cannot be trusted either.
@@ -50,32 +55,37 @@ def fault(task: ClientTask, update: ClientUpdate, layers: Mapping[str, torch.Siz
     loss = update.metrics.get("loss")
     if loss is None or not math.isfinite(loss):
         return "it has no loss" if loss is None else f"its loss is {loss}"
-    if not (math.isfinite(update.weight) and update.weight > 0):
+    if update.weight == 0 or weight_fault(update.weight):
         return f"its weight is {update.weight}"
     foreign, lacking = set(update.parameters) - set(task.parameters), set(task.parameters) - set(update.parameters)
     if foreign:
-        return f"it sent parameters that were not asked for: {sorted(foreign)}"
+        return f"it sent parameters that were not asked for: {some_names(foreign)}"
     if lacking:
-        return f"it lacks parameters that were asked for: {sorted(lacking)}"
+        return f"it lacks parameters that were asked for: {some_names(lacking)}"
     missing = set(layers or ()) - set(update.local)
     if missing:
-        return f"it lacks layers of its own that were asked for: {sorted(missing)}"
-    return _misfit(task, update, layers or {})
+        return f"it lacks layers of its own that were asked for: {some_names(missing)}"
+    return _misfit({**(layers or {}), **task.parameters}, {**update.local, **update.parameters})
 
 
-def _misfit(task: ClientTask, update: ClientUpdate, layers: Mapping[str, torch.Size]) -> str | None:
-    """Return which tensor has another shape or type, or is not finite."""
-    shapes = {**layers, **{name: value.shape for name, value in task.parameters.items()}}
-    for name, value in (*update.parameters.items(), *update.local.items()):
-        if name in shapes and value.shape != shapes[name]:
-            return f"{name} has shape {tuple(value.shape)} instead of {tuple(shapes[name])}"
-    for name, value in update.parameters.items():
-        if value.is_floating_point() != task.parameters[name].is_floating_point():
-            return f"{name} has type {value.dtype} instead of {task.parameters[name].dtype}"
-    sent = {**update.local, **update.parameters}
-    if all_finite(sent.values()):
+def _misfit(asked: Parameters, sent: Parameters) -> str | None:
+    """Return which tensor has another shape or type than was asked for, or is not finite."""
+    pairs = [(name, value, asked[name]) for name, value in sent.items() if name in asked]
+    for name, value, like in pairs:
+        if value.shape != like.shape:
+            return f"{name} has shape {tuple(value.shape)} instead of {tuple(like.shape)}"
+        if value.is_floating_point() != like.is_floating_point():
+            return f"{name} has type {value.dtype} instead of {like.dtype}"
+    # What is finite in a wider type need not be in the model's, which the average is written in.
+    written = {**sent, **{name: value.to(like.dtype) for name, value, like in pairs}}
+    if all_finite(written.values()):
         return None
-    return next(f"{name} is not finite" for name, value in sent.items() if not all_finite([value]))
+    return next(f"{name} is not finite{_wider(sent[name])}" for name, v in written.items() if not all_finite([v]))
+
+
+def _wider(value: Tensor) -> str:
+    """Say where a tensor is finite as it was sent, and only too large for the model's type."""
+    return " in the model's type" if all_finite([value]) else ""
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:

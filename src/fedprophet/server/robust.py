@@ -115,7 +115,7 @@ def _clipped(base: Tensor, sent: Sequence[_Sent]) -> Tensor:
         moved = one.value if one.scale == 1 else base + one.scale * (one.value - base)
         there = ~torch.isnan(one.value)
         total = total + torch.where(there, moved * one.weight, 0.0)
-        weights = weights + there * one.weight
+        weights = weights + there.to(base.dtype) * one.weight
     return total / weights
 
 

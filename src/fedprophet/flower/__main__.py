@@ -1,0 +1,6 @@
+"""`python -m fedprophet.flower` prints the folder of the Flower app, which `flwr run` is given."""
+
+from importlib.resources import files
+
+if __name__ == "__main__":
+    print(files("fedprophet.flower").joinpath("app"))

@@ -1,0 +1,27 @@
+"""What `--help` shows of every command."""
+
+import pytest
+
+from fedprophet.cli import app
+
+
+def commands(group, *path):
+    for command in group.registered_commands:
+        yield (*path, command.name or command.callback.__name__)
+    for inner in group.registered_groups:
+        yield (*path, inner.name)
+        yield from commands(inner.typer_instance, *path, inner.name)
+
+
+@pytest.mark.parametrize("path", [(), *commands(app)], ids=" ".join)
+def test_help_is_plain_text(cli, path):
+    said = cli(*path, "--help")
+    assert said.code == 0
+    assert "\\[" not in said.out
+    assert said.out.lower().count("arguments:") <= 1
+
+
+def test_arguments_are_explained(cli):
+    assert "A folder that is empty or not there yet." in cli("deploy", "init", "--help").out
+    assert "The run's folder." in cli("evaluate", "--help").out
+    assert "[default: 9092; 1<=x<=65535]" in cli("deploy", "init", "--help").out
