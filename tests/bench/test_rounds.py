@@ -221,3 +221,20 @@ def test_the_fast_engine_is_one_that_there_is():
     assert rounds.fast_engine() is None or rounds.fast_engine() in ENGINES
     with pytest.raises(ConfigError, match=r"--engine: unknown engine 'plian'\. Did you mean 'plain'"):
         rounds.check_engine("plian")
+
+
+def test_what_was_measured_is_shown_after_every_case_and_kept_at_ctrl_c(monkeypatch):
+    cases = [rounds.Case("jfat"), rounds.Case("fedprophet", 0), rounds.Case("fedprophet", 1)]
+
+    def measure_case(settings, case, engine, dataset, watch):
+        if case.stage == 1:
+            raise KeyboardInterrupt
+        return rounds.Measured(case, engine)
+
+    monkeypatch.setattr(rounds, "_measure_case", measure_case)
+    settings, shown = rounds.Settings("cifar10-balanced-small"), []
+    found = rounds.measure(settings, cases, None, lambda text: None, lambda so_far: shown.append(len(so_far)))
+    assert [measured.case for measured in found] == cases[:2]
+    assert shown == [1, 2]
+    with pytest.raises(KeyboardInterrupt):
+        rounds.measure(settings, cases[2:], None, lambda text: None)

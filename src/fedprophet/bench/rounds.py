@@ -149,16 +149,29 @@ def cases_of(settings: Settings, dataset: Dataset | None) -> tuple[Case, ...]:
     return tuple(cases)
 
 
-def measure(settings: Settings, cases: Sequence[Case], dataset: Dataset | None, watch: Watch) -> list[Measured]:
-    """Measure every case on every engine."""
+def measure(
+    settings: Settings,
+    cases: Sequence[Case],
+    dataset: Dataset | None,
+    watch: Watch,
+    done: Callable[[Sequence[Measured]], None] = lambda found: None,
+) -> list[Measured]:
+    """Measure every case on every engine; `done` is shown all that there is after each of them.
+
+    A Ctrl-C ends the measurement, and what was measured before is returned.
+    """
     threads = torch.get_num_threads()
-    found = []
+    found: list[Measured] = []
     try:
         for case in cases:
             for engine in settings.engines:
                 watch(f"{case}, {engine}")
                 found.append(_measure_case(settings, case, engine, dataset, watch))
+                done(found)
                 torch.set_num_threads(threads)
+    except KeyboardInterrupt:
+        if not found:
+            raise
     finally:
         torch.set_num_threads(threads)
     return found

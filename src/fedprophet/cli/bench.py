@@ -88,7 +88,7 @@ def bench_command(
         _engines(engine, plain, overrides),
         real_data,
     )
-    found, page = _rounds(wanted)
+    found, page = _rounds(wanted, out)
     _show(found, page, out, "bench", json_)
 
 
@@ -107,7 +107,7 @@ Page = tuple[str, list[str], list[TextTable], list[str]]
 """Title, headline, tables and remarks."""
 
 
-def _rounds(settings: rounds.Settings) -> tuple[Document, Page]:
+def _rounds(settings: rounds.Settings, out: Path | None) -> tuple[Document, Page]:
     with _watching() as watch:
         watch("matrix product")
         about = machine.describe()
@@ -119,9 +119,16 @@ def _rounds(settings: rounds.Settings) -> tuple[Document, Page]:
             "type": str(machine.PRODUCT_TYPE[device]).removeprefix("torch."),
             "flops": machine.product_rate(device),
         }
-        measured = rounds.measure(settings, cases, dataset, watch)
-    found = report.document(settings, {**about, "load_after": machine.load()}, products, measured)
-    return found, ("Rounds", report.headline(found), report.tables(found), report.notes(found))
+
+        def reported(measured: Sequence[rounds.Measured]) -> tuple[Document, Page]:
+            found = report.document(settings, {**about, "load_after": machine.load()}, products, measured)
+            return found, ("Rounds", report.headline(found), report.tables(found), report.notes(found))
+
+        def keep(measured: Sequence[rounds.Measured]) -> None:
+            if out is not None:  # a measurement takes minutes, and one that is killed should leave something
+                _write(*reported(measured), out, "bench")
+
+        return reported(rounds.measure(settings, cases, dataset, watch, keep))
 
 
 def _growth(
@@ -174,15 +181,20 @@ def _engines(engine: str | None, plain: bool, overrides: tuple[str, ...]) -> tup
 
 
 def _show(found: Document, page: Page, out: Path | None, stem: str, as_json: bool) -> None:
-    text = json.dumps(found, indent=2) + "\n"
     if as_json:
-        typer.echo(text, nl=False)
+        typer.echo(json.dumps(found, indent=2))
     else:
         _print(page)
     if out is not None:
-        files = {out / f"{stem}.json": text.encode(), out / f"{stem}.md": report.markdown(*page).encode()}
-        write_atomic_all(files.items())
+        files = _write(found, page, out, stem)
         typer.echo(f"written: {', '.join(map(str, files))}", err=True)
+
+
+def _write(found: Document, page: Page, out: Path, stem: str) -> tuple[Path, Path]:
+    files = out / f"{stem}.json", out / f"{stem}.md"
+    texts = json.dumps(found, indent=2) + "\n", report.markdown(*page)
+    write_atomic_all((file, text.encode()) for file, text in zip(files, texts, strict=True))
+    return files
 
 
 def _print(page: Page) -> None:
