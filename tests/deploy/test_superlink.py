@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import ssl
@@ -17,7 +18,9 @@ from flwr.common.constant import NOOP_FLWR_AID
 from flwr.server.superlink.linkstate import LinkStateFactory
 from flwr.supercore.constant import TaskType
 from flwr.supercore.object_store import ObjectStoreFactory
+from flwr.supercore.state.alembic import utils
 from flwr.superlink.federation import NoOpFederationManager
+from sqlalchemy import create_engine, inspect
 
 from fedprophet.deploy import DeployError, environment
 from fedprophet.deploy.control import NoAnswerError, connected
@@ -25,7 +28,7 @@ from fedprophet.deploy.keys import make_key_pair, registered_form
 from fedprophet.deploy.node import FILE, open_node
 from fedprophet.deploy.pilot import PilotFile, add_node, make_pilot, pilot_config, remove_node
 from fedprophet.deploy.status import pilot_status
-from fedprophet.deploy.superlink import Gate, _arguments, comes_from_here, end_runs, register, serve
+from fedprophet.deploy.superlink import Gate, _allow_blanks, _arguments, comes_from_here, end_runs, register, serve
 
 HERE, THERE = ("192.0.2.1", 9092), ("192.0.2.99", 4711)
 CONTROL = ["/v1/control/start-run", "/v1/control/register-node", "/v1/runtime/acquire-task", "/docs", "/", "/v1/fleet"]
@@ -241,3 +244,14 @@ def test_a_missing_folder_of_keys_is_a_sentence_of_the_process(tmp_path):
     done = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 2
     assert done.stderr.startswith("error: --registered")
+
+
+def test_flower_may_be_installed_where_a_path_has_a_blank(tmp_path, monkeypatch):
+    folder = tmp_path / "with a blank" / "alembic"
+    shutil.copytree(utils.ALEMBIC_DIR, folder)
+    monkeypatch.setattr(utils, "ALEMBIC_DIR", folder)
+    monkeypatch.setattr(utils, "build_alembic_config", utils.build_alembic_config)
+    _allow_blanks()
+    engine = create_engine(f"sqlite:///{tmp_path}/state.db")
+    utils.run_migrations(engine)
+    assert "node" in inspect(engine).get_table_names()

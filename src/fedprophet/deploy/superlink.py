@@ -117,6 +117,20 @@ def main() -> None:
         sys.exit(2)
 
 
+def _allow_blanks() -> None:
+    """Let Flower be installed in a folder whose path has a blank, at which it would cut the path to its tables."""
+    from flwr.supercore.state.alembic import utils
+
+    made = utils.build_alembic_config
+
+    def build(engine: Any) -> Any:
+        config = made(engine)
+        config.set_main_option("path_separator", "os")
+        return config
+
+    utils.build_alembic_config = build
+
+
 def serve(keys: Path, arguments: list[str]) -> None:
     """Start Flower's SuperLink as its own command does, with the nodes registered and the gate in front."""
     import uvicorn
@@ -125,6 +139,7 @@ def serve(keys: Path, arguments: list[str]) -> None:
     from flwr.superlink.cli.flower_superlink import SuperLinkLifespan, _parse_superlink_lifespan_config
     from flwr.superlink.main import create_app
 
+    _allow_blanks()
     sys.argv = ["flower-superlink", *arguments]
     config = _parse_superlink_lifespan_config()
     if config.insecure or not config.enable_supernode_auth:
