@@ -39,7 +39,8 @@ from fedprophet.runs.files import tensors_to_bytes
 from fedprophet.runs.session import assemble
 
 RUN = "feedbeef"
-MACHINE = {"memory": "3MB", "flops": 2.5e9, "bandwidth": 100}
+# One thread, as the fixture gives the plain engine: the bits of a sum depend on how many share it.
+MACHINE = {"memory": "3MB", "flops": 2.5e9, "bandwidth": 100, "threads": 1}
 
 
 @pytest.fixture(autouse=True)
