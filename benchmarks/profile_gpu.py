@@ -2,8 +2,9 @@
 
     python benchmarks/profile_gpu.py                    # jFAT and all stages of the paper's CIFAR-10 setting
     python benchmarks/profile_gpu.py jfat 1 7 --rounds 6 --kernels 12
+    python benchmarks/profile_gpu.py jfat --preset caltech256-balanced
 
-Random images stand for CIFAR-10, and a stage begins with modules of random weights. Each round has a new cohort with
+Random images stand for the dataset, and a stage begins with modules of random weights. Each round has a new cohort with
 new assignments, as in a run, so what a plan costs when it is first used is in the numbers; the first round, which
 compiles kernels, is printed apart. The last round is played once more under the profiler of torch.
 """
@@ -17,13 +18,11 @@ from dataclasses import replace
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from fedprophet.bench.rounds import Case, Settings, start_of
+from fedprophet.bench.rounds import Case, Settings, cases_of, start_of
 from fedprophet.bench.synthetic import sizes_of, synthetic
 from fedprophet.client.task import ClientTask, ClientUpdate
 from fedprophet.runs.session import Session, assemble
 from fedprophet.server.coordinator import Engine, hold
-
-PRESET = "cifar10-balanced"
 
 
 class Clock:
@@ -77,13 +76,13 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", help="jfat, or stages from 1 on; default: all")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--kernels", type=int, default=0, help="how many kernels to list")
+    parser.add_argument("--preset", default="cifar10-balanced")
     arguments = parser.parse_args()
-    settings = Settings(PRESET)
+    settings = Settings(arguments.preset)
     data = synthetic(sizes_of(settings.config("jfat").data), 0)
-    names = arguments.cases or ["jfat", *(str(stage) for stage in range(1, 8))]
+    named = [Case("jfat") if name == "jfat" else Case("fedprophet", int(name) - 1) for name in arguments.cases]
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; seconds a round: training, evaluation, other")
-    for name in names:
-        case = Case("jfat") if name == "jfat" else Case("fedprophet", int(name) - 1)
+    for case in named or cases_of(settings, data):
         session = assemble(settings.measured(case.method, "cuda"), dataset=data)
         rounds = [play(session, case, number) for number in range(arguments.rounds)]
         mean = {part: sum(times[part] for times in rounds[1:]) / max(len(rounds) - 1, 1) for part in rounds[0]}

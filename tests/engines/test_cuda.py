@@ -51,9 +51,11 @@ def close(found, expected, tolerance=1e-4) -> bool:
 
 
 @needs_gpu
+@pytest.mark.parametrize("model", ["vgg-small", "resnet10"])
 @pytest.mark.parametrize("method", ["jfat", "fedprophet"])
-def test_rounds_without_an_attack_equal_the_plain_engines(sessions, method):
-    (plain, expected), (fast, found) = (play(session, 2) for session in sessions({"method": method}))
+def test_rounds_without_an_attack_equal_the_plain_engines(sessions, method, model):
+    changes = {"method": method, "model.name": model, "memory.budget": "50%"}
+    (plain, expected), (fast, found) = (play(session, 2) for session in sessions(changes))
     for one, other in zip(expected, found, strict=True):
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-5)
         assert other["clean"] == pytest.approx(one["clean"], abs=0.005)

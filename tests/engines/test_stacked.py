@@ -101,9 +101,11 @@ def assert_same_training(session, tasks, engine=None, tolerance=1e-4):
 
 
 @pytest.mark.parametrize("kernels", [TorchKernels(), Padded()], ids=["exact", "padded"])
+@pytest.mark.parametrize("model", ["vgg-small", "resnet10"])
 @pytest.mark.parametrize("method", ["jfat", "fedprophet"])
-def test_rounds_without_an_attack_equal_the_plain_engines(session_of, method, kernels):
-    changes = {"method": method, "rounds": 4, "train.warmup": 3, "train.iterations": 3}
+def test_rounds_without_an_attack_equal_the_plain_engines(session_of, method, model, kernels):
+    changes = {"method": method, "model.name": model, "memory.budget": "50%"}
+    changes |= {"rounds": 4, "train.warmup": 3, "train.iterations": 3}
     ends = []
     for fast in (False, True):
         session = session_of(changes)
@@ -121,7 +123,8 @@ def test_rounds_without_an_attack_equal_the_plain_engines(session_of, method, ke
     start = session.method.initial()
     for name in plain.model:
         assert close(fast.model[name], plain.model[name]), name
-    assert not torch.equal(fast.model["features.0.weight"], start.model["features.0.weight"])
+    first = next(name for name in start.model if name.endswith("weight"))
+    assert not torch.equal(fast.model[first], start.model[first])
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -477,7 +480,7 @@ def test_other_models_go_to_the_plain_path_and_it_is_said_once(session_of, caplo
             for mine, theirs in paired(engine.map(tasks), session.engine.map(tasks)):
                 assert same_tensors(mine.parameters, theirs.parameters)
     (reason,) = said(caplog)
-    assert reason.startswith("a convolution other than 3×3 with stride 1 and padding 1")
+    assert reason == "layer AdaptiveMaxPool2d"
 
 
 def test_a_prefix_that_cannot_be_fused_takes_its_module_with_it(settings, caplog, same_tensors):
@@ -487,7 +490,7 @@ def test_a_prefix_that_cannot_be_fused_takes_its_module_with_it(settings, caplog
     def block(inputs: int) -> list[nn.Module]:
         return [nn.Conv2d(inputs, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU()]
 
-    stem = nn.Sequential(nn.Conv2d(1, 6, 1), nn.BatchNorm2d(6), nn.ReLU())
+    stem = nn.Sequential(nn.Conv2d(1, 6, 1), nn.BatchNorm2d(6), nn.Tanh())
     end = nn.Sequential(*block(6), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 10))
     parts = [("stem", stem), ("body", nn.Sequential(*block(6))), ("end", end)]
     chain = explicit_chain(parts, Normalize((0.5,), (0.5,)))

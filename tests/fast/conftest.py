@@ -38,7 +38,8 @@ def unlike(model: nn.Module, seed: int) -> nn.Module:
             layer.bias.data.uniform_(-0.2, 0.2, generator=draw)
         elif isinstance(layer, nn.Conv2d | nn.Linear):
             layer.weight.data.add_(0.1 * torch.randn(layer.weight.shape, generator=draw))
-            layer.bias.data.uniform_(-0.1, 0.1, generator=draw)
+            if layer.bias is not None:
+                layer.bias.data.uniform_(-0.1, 0.1, generator=draw)
     return model
 
 
@@ -137,6 +138,12 @@ SPANS: Sequence[Any] = (
     pytest.param({"span": (3, None, None)}, id="last-module"),
     # Three channels for ten classes: the head reads 2×2 positions.
     pytest.param({"span": (0, 3, 0), "shape": (2, 8, 8), "width": 2}, id="head-of-four-positions"),
+    pytest.param({"name": "resnet10", "shape": (3, 16, 16)}, id="resnet"),
+    # 7×7 with stride 2 and a 3×3 pool in front, and images with more than a spread gradient's few channels.
+    pytest.param(
+        {"name": "resnet10", "shape": (4, 72, 72), "width": 2, "span": (0, 3, 0)}, id="resnet-of-large-images"
+    ),
+    pytest.param({"name": "resnet10", "shape": (3, 16, 16), "span": (2, 4, 1)}, id="residual-blocks"),
 )
 
 

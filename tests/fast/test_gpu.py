@@ -26,6 +26,10 @@ SIZES = [
     pytest.param((3, 9, 8, 48, 16), id="576-rows"),
     pytest.param((3, 3, 2, 64, 512), id="12-rows"),
     pytest.param((1, 37, 4, 512, 64), id="592-rows"),
+    # Sides that are no powers of two, as a ResNet's: blocks reach beyond the images.
+    pytest.param((2, 3, 7, 64, 128), id="147-rows"),
+    pytest.param((2, 2, 14, 128, 64), id="392-rows"),
+    pytest.param((1, 1, 56, 64, 64), id="3136-rows"),
 ]
 HYPER = LocalTraining(iterations=2, batch=3, learning_rate=0.05, momentum=0.9, weight_decay=0.01, strong_convexity=0.02)
 
@@ -86,6 +90,26 @@ def test_convolution(triton, size, dtype):
     found = triton.convolve(one, two, mask=three)
     assert error(found, plain.convolve(x, weight, mask=mask)) < TOLERANCE[dtype]
     assert not found.cpu()[mask <= 0].any()
+    found = triton.convolve(one, two, shift.to(GPU), add=three)
+    assert error(found, plain.convolve(x, weight, shift, add=mask)) < TOLERANCE[dtype]
+    found = triton.convolve(three, two, mask=one, turned=True, add=one)
+    assert error(found, plain.convolve(mask, weight, mask=x, turned=True, add=x)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(("side", "stride"), [(1, 2), (3, 2), (7, 2)])
+def test_rare_convolutions(triton, dtype, side, stride):
+    x, weight = draw(2, 3, 8, 8, 16, dtype=dtype), draw(2, side * side, 16, 32, seed=1, dtype=dtype)
+    gradient = draw(2, 3, 4, 4, 32, seed=2, dtype=dtype)
+    one, two, three = on_gpu(dtype, x, weight, gradient)
+    plain = TorchKernels()
+    found = triton.convolve(one, two, stride=stride)
+    assert found.is_contiguous()
+    assert error(found, plain.convolve(x, weight, stride=stride)) < TOLERANCE[dtype]
+    found = triton.convolve(three, two, turned=True, stride=stride)
+    assert found.is_contiguous()
+    assert error(found, plain.convolve(gradient, weight, turned=True, stride=stride)) < TOLERANCE[dtype]
+    found = triton.weight_gradient(one, three, side, stride)
+    assert error(found, plain.weight_gradient(x, gradient, side, stride)) < TOLERANCE[dtype]
 
 
 def test_weight_gradient(triton, size, dtype):
@@ -96,16 +120,20 @@ def test_weight_gradient(triton, size, dtype):
     assert error(found, TorchKernels().weight_gradient(x, gradient)) < TOLERANCE[dtype]
 
 
-def test_pool_and_its_gradient(triton, size, dtype):
+@pytest.mark.parametrize("window", [2, 3])
+def test_pool_and_its_gradient(triton, size, dtype, window):
     _, _, side, _, channels = size
+    if side % 2:
+        pytest.skip("does not halve")
     x = images(size, channels, dtype, seed=5).relu().mul(2).round().div(2)  # many positions are equal
     gradient = images((*size[:2], side // 2, 0, 0), channels, dtype, seed=6)
     one, two = on_gpu(dtype, x, gradient)
-    (top, winners), (expected, winning) = triton.pool(one), TorchKernels().pool(x)
+    (top, winners), (expected, winning) = triton.pool(one, window), TorchKernels().pool(x, window)
     assert torch.equal(top.float().cpu(), expected)
     assert torch.equal(winners.cpu(), winning)
-    assert set(winning.unique().tolist()) == {0, 1, 2, 3, 4}
-    assert torch.equal(triton.unpool(winners, two).float().cpu(), TorchKernels().unpool(winning, gradient))
+    assert set(winning.unique().tolist()) == set(range(window**2 + 1))
+    back = triton.unpool(winners, two, window)
+    assert error(back, TorchKernels().unpool(winning, gradient, window)) < TOLERANCE[dtype]
 
 
 def test_norms(triton, size, dtype):
@@ -120,8 +148,10 @@ def test_norms(triton, size, dtype):
         assert error(found, expected) < 1e-5
     for found, expected in zip(triton.norm_sums(*tensors), plain.norm_sums(gradient, active, x), strict=True):
         assert error(found, expected) < 1e-4
-    found = triton.scale_shift_relu(tensors[2], numbers[1], numbers[2])
-    assert error(found, plain.scale_shift_relu(x, b, c)) < TOLERANCE[dtype]
+    for add, relu in ((None, True), (gradient, True), (None, False)):
+        extra = None if add is None else tensors[0]
+        found = triton.scale_shift(tensors[2], numbers[1], numbers[2], extra, relu)
+        assert error(found, plain.scale_shift(x, b, c, add, relu)) < TOLERANCE[dtype]
     found = triton.norm_gradient(*tensors, *numbers)
     assert error(found, plain.norm_gradient(gradient, active, x, a, b, c)) < TOLERANCE[dtype]
 
@@ -150,7 +180,7 @@ def test_a_step_of_an_attack(triton, norm, channels, spread):
 
 
 @pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize("side", [1, 2, 4, 8, 16, 32])
+@pytest.mark.parametrize("side", [1, 2, 4, 7, 8, 14, 16, 28, 32, 56])
 def test_convolutions_in_blocks(triton, side, turned):
     """Sizes that the copy engine fetches: lines of an image, or whole images, the last tile not full."""
     clients, samples, inputs, outputs = 2, 9, 64, 192
@@ -183,10 +213,17 @@ def test_convolutions_of_few_channels(triton, channels, dtype):
 # Networks.
 
 
-@pytest.fixture(params=[1, 3])
+NETWORKS = [
+    # Channels 24, 48 and 96 (of which the first is padded), pools, and a head.
+    pytest.param({"name": "vgg-small-3", "span": (0, 3, 0), "clients": 1, "width": 24}, id="vgg-of-one"),
+    pytest.param({"name": "vgg-small-3", "span": (0, 3, 0), "clients": 3, "width": 24}, id="vgg"),
+    pytest.param({"name": "resnet10", "shape": (1, 16, 16), "clients": 3, "width": 24}, id="resnet"),
+]
+
+
+@pytest.fixture(params=NETWORKS)
 def case(request, make_case):
-    """Channels 24, 48 and 96 (of which the first is padded), pools, and a head."""
-    return make_case("vgg-small-3", span=(0, 3, 0), clients=request.param, width=24)
+    return make_case(**request.param)
 
 
 def test_networks_in_evaluation_mode(case, triton):
@@ -252,7 +289,11 @@ def assert_equal_results(one, other) -> None:
             assert error(values.unsqueeze(0), theirs[name].unsqueeze(0)) < 1e-6, name
 
 
-@pytest.mark.parametrize("options", [{}, {"span": (3, 6, 1)}], ids=["whole", "later-module"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"span": (3, 6, 1)}, {"name": "resnet10", "shape": (3, 72, 72), "span": (0, 4, 0)}],
+    ids=["whole", "later-module", "resnet"],
+)
 def test_a_captured_plan_does_what_it_does_uncaptured(make_case, triton, options):
     case = make_case(clients=3, **options)
     plan = training_plan(triton, case, captures=True)

@@ -13,11 +13,11 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def filters(taps: torch.Tensor) -> torch.Tensor:
-    """Return 9×in×out taps as out×in×3×3, position by position."""
-    result = torch.empty(taps.shape[2], taps.shape[1], 3, 3)
-    for tap in range(9):
-        result[:, :, tap // 3, tap % 3] = taps[tap].t()
+def filters(taps: torch.Tensor, side: int = 3) -> torch.Tensor:
+    """Return taps (taps×in×out) as out×in×side×side, position by position."""
+    result = torch.empty(taps.shape[2], taps.shape[1], side, side)
+    for tap in range(side * side):
+        result[:, :, tap // side, tap % side] = taps[tap].t()
     return result
 
 
@@ -62,6 +62,34 @@ def test_the_turned_convolution_takes_gradients_back(x, weight):
     torch.testing.assert_close(plain(out[1]), expected * (plain(mask[1]) > 0), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("side", "stride"), [(1, 2), (3, 2), (7, 2), (5, 1)])
+def test_other_kernels_and_strides(x, side, stride):
+    weight = draw(2, side * side, 5, 7, seed=1)
+    found = KERNELS.convolve(x, weight, stride=stride)
+    gradient = draw(*found.shape, seed=3)
+    back, change = (
+        KERNELS.convolve(gradient, weight, turned=True, stride=stride),
+        KERNELS.weight_gradient(x, gradient, side, stride),
+    )
+    for client in range(2):
+        images = plain(x[client]).clone().requires_grad_()
+        taps = filters(weight[client], side).requires_grad_()
+        expected = F.conv2d(images, taps, stride=stride, padding=side // 2)
+        torch.testing.assert_close(plain(found[client]), expected, rtol=1e-5, atol=1e-5)
+        one, other = torch.autograd.grad(expected, (images, taps), plain(gradient[client]))
+        torch.testing.assert_close(plain(back[client]), one, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(filters(change[client], side), other, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_added_comes_before_the_relu_and_the_mask(x, weight):
+    add, shift, mask = draw(2, 3, 4, 6, 7, seed=5), draw(2, 7, seed=2), draw(2, 3, 4, 6, 7, seed=3)
+    bare = KERNELS.convolve(x, weight)
+    found = KERNELS.convolve(x, weight, shift, add=add)
+    torch.testing.assert_close(found, (bare + add + shift.view(2, 1, 1, 1, 7)).relu())
+    found = KERNELS.convolve(x, weight, mask=mask, add=add)
+    torch.testing.assert_close(found, torch.where(mask > 0, bare + add, torch.zeros(())))
+
+
 def test_shift_and_relu(x, weight):
     shift = draw(2, 7, seed=2)
     bare, found = KERNELS.convolve(x, weight), KERNELS.convolve(x, weight, shift)
@@ -87,23 +115,36 @@ def test_weight_gradient(x):
         torch.testing.assert_close(filters(found[client]), weight.grad, rtol=1e-5, atol=1e-5)
 
 
-def test_pool(x):
-    found, _ = KERNELS.pool(x)
+@pytest.mark.parametrize("side", [2, 3])
+def test_pool(x, side):
+    x = x.relu()
+    found, _ = KERNELS.pool(x, side)
     assert found.shape == (2, 3, 2, 3, 5)
     for client in range(2):
-        assert torch.equal(plain(found[client]), F.max_pool2d(plain(x[client]), 2))
+        assert torch.equal(plain(found[client]), F.max_pool2d(plain(x[client]), side, 2, side - 2))
 
 
-def test_the_gradient_of_a_relu_and_a_pool(x):
+@pytest.mark.parametrize("side", [2, 3])
+def test_the_gradient_of_a_relu_and_a_pool(side):
     before = draw(2, 3, 4, 6, 5, seed=5)
     gradient = draw(2, 3, 2, 3, 5, seed=6)
-    _, winners = KERNELS.pool(before.relu())
-    found = KERNELS.unpool(winners, gradient)
+    _, winners = KERNELS.pool(before.relu(), side)
+    found = KERNELS.unpool(winners, gradient, side)
+    assert found.is_contiguous()
     for client in range(2):
         source = before[client].clone().requires_grad_()
-        F.max_pool2d(plain(source.relu()), 2).backward(plain(gradient[client]))
+        F.max_pool2d(plain(source.relu()), side, 2, side - 2).backward(plain(gradient[client]))
         assert source.grad is not None
-        assert torch.equal(found[client], source.grad)
+        torch.testing.assert_close(found[client], source.grad)
+
+
+def test_a_position_that_wins_in_several_windows_adds_up():
+    active = torch.zeros(1, 1, 4, 4, 1)
+    active[0, 0, 1, 1] = 5
+    _, winners = KERNELS.pool(active, 3)
+    assert winners.flatten().tolist() == [8, 6, 2, 0]  # its last, its lower left, its upper right, its first position
+    found = KERNELS.unpool(winners, torch.tensor([1.0, 2.0, 4.0, 8.0]).view(1, 1, 2, 2, 1), 3)
+    assert float(found[0, 0, 1, 1]) == float(found.sum()) == 15
 
 
 def test_the_first_of_equal_positions_takes_the_whole_gradient():
@@ -139,11 +180,15 @@ def test_moments_of_numbers_far_from_zero():
     torch.testing.assert_close(variance[0].double(), expected, rtol=1e-4, atol=0)
 
 
-def test_scale_shift_relu(x):
-    scale, shift = draw(2, 5, seed=7), draw(2, 5, seed=8)
-    found = KERNELS.scale_shift_relu(x, scale, shift)
+def test_scale_shift(x):
+    scale, shift, add = draw(2, 5, seed=7), draw(2, 5, seed=8), draw(2, 3, 4, 6, 5, seed=9)
+    found, bare = KERNELS.scale_shift(x, scale, shift), KERNELS.scale_shift(x, scale, shift, relu=False)
+    both = KERNELS.scale_shift(x, scale, shift, add)
     for client in range(2):
-        torch.testing.assert_close(found[client], (x[client] * scale[client] + shift[client]).relu())
+        expected = x[client] * scale[client] + shift[client]
+        torch.testing.assert_close(bare[client], expected)
+        torch.testing.assert_close(found[client], expected.relu())
+        torch.testing.assert_close(both[client], (expected + add[client]).relu())
 
 
 def test_sums_and_gradient_of_a_norm(x):
@@ -163,7 +208,7 @@ def test_bf16_goes_in_and_out_and_sums_stay_float32():
     gradient = draw(2, 2, 4, 4, 8, seed=2).bfloat16()
     ones = torch.ones(2, 8)
     assert KERNELS.convolve(x, weight, ones).dtype == torch.bfloat16
-    assert KERNELS.scale_shift_relu(x, ones, ones).dtype == torch.bfloat16
+    assert KERNELS.scale_shift(x, ones, ones).dtype == torch.bfloat16
     assert KERNELS.norm_gradient(gradient, x, x, ones, ones, ones).dtype == torch.bfloat16
     assert {t.dtype for t in (*KERNELS.moments(x), *KERNELS.norm_sums(gradient, x, x))} == {torch.float32}
     assert KERNELS.weight_gradient(x, gradient).dtype == torch.float32

@@ -10,7 +10,7 @@ from fedprophet import models
 from fedprophet.cascade.atoms import chain_of, explicit_chain
 from fedprophet.cascade.channels import channels_of
 from fedprophet.cascade.narrow import narrow_chain
-from fedprophet.fast.program import Block, Dense, NotFusableError, Program, read_program
+from fedprophet.fast.program import Block, Convolution, Dense, NotFusableError, Program, read_program
 from fedprophet.models.normalize import Normalize
 
 
@@ -42,10 +42,10 @@ def two_blocks():
 def test_a_small_vgg():
     model = models.build("vgg-small", (1, 8, 8), 10, width=4)
     program = read(chain_of(model, Normalize((0.5,), (0.25,))), (1, 8, 8))
-    first = Block("features.0", "features.1", 1, 4, bias=True, epsilon=1e-5, momentum=0.1, pool=False)
+    first = Block("features.0", "features.1", 1, 4, bias=True, epsilon=1e-5, momentum=0.1)
     assert program.blocks[0] == first
     assert [(b.inputs, b.outputs, b.pool) for b in program.blocks] == [
-        (1, 4, False), (4, 6, True), (6, 8, False), (8, 16, True), (16, 16, False), (16, 16, False), (16, 16, False)
+        (1, 4, 0), (4, 6, 2), (6, 8, 0), (8, 16, 2), (16, 16, 0), (16, 16, 0), (16, 16, 0)
     ]  # fmt: skip
     assert program == Program(
         (1, 8, 8), ((0.5,), (0.25,)), program.blocks, 1, (Dense("classifier.0", 16, 10, bias=True),), convex=False
@@ -58,7 +58,7 @@ def test_the_published_vggs(name, blocks):
     model = models.build(name, (3, 32, 32), 10, width=8, dropout=0.25)
     program = read(model, (3, 32, 32))
     assert len(program.blocks) == blocks
-    assert sum(block.pool for block in program.blocks) == 5
+    assert sum(block.pool == 2 for block in program.blocks) == 5
     assert program.feature == (64, 1, 1)
     assert program.dense == (
         Dense("classifier.0", 64, 64, bias=True, relu=True, dropout=0.25),
@@ -111,6 +111,122 @@ def test_layers_without_tensors_may_be_used_again():
     assert len(program.blocks) == 2
 
 
+def test_a_resnet():
+    model = models.build("resnet10", (3, 32, 32), 10, width=4)
+    program = read(chain_of(model, Normalize((0.5,) * 3, (0.25,) * 3)), (3, 32, 32))
+    stem, one, two, three, four = program.blocks[:5]
+    assert stem == Block("conv1", "bn1", 3, 4, bias=False, epsilon=1e-5, momentum=0.1)
+    assert (one.convolution, one.norm, one.residual) == ("layer1.0.conv1", "layer1.0.bn1", False)
+    assert (two.convolution, two.norm, two.residual, two.projection) == ("layer1.0.conv2", "layer1.0.bn2", True, None)
+    assert (three.inputs, three.outputs, three.stride, three.residual) == (4, 8, 2, False)
+    assert four.projection == Convolution(
+        "layer2.0.downsample.0",
+        "layer2.0.downsample.1",
+        4,
+        8,
+        bias=False,
+        epsilon=1e-5,
+        momentum=0.1,
+        kernel=1,
+        stride=2,
+    )
+    assert program.sizes == ((32, 32), (32, 32), (32, 32), (32, 32), (16, 16), (16, 16), (8, 8), (8, 8), (4, 4), (4, 4))
+    assert (program.side, program.dense) == (1, (Dense("fc", 32, 10, bias=True),))
+    names = {name for name in model.state_dict() if not name.endswith("num_batches_tracked")}
+    assert set(program.tensors) == names
+    assert len(program.tensors) == len(names)
+
+
+def test_the_stem_of_a_resnet_for_large_images():
+    program = read(models.build("resnet18", (3, 224, 224), 10, width=4), (3, 224, 224), last=2)
+    stem = program.blocks[0]
+    assert (stem.kernel, stem.stride, stem.pool, stem.shrinks) == (7, 2, 3, 4)
+    assert program.feature == (4, 56, 56)
+
+
+class Around(nn.Module):
+    """Two blocks with something around them, or something else."""
+
+    def __init__(self, main, shortcut, join=torch.add, last=None):
+        super().__init__()
+        self.stem, self.main, self.shortcut, self.join = net()[:3], main, shortcut, join
+        self.end = nn.Sequential(last or nn.ReLU(), *net()[3:])
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.end(self.join(self.main(x), self.shortcut(x)))
+
+
+def normed(inputs=4, outputs=4, **options) -> nn.Sequential:
+    options = {"kernel_size": 3, "padding": 1, **options}
+    return nn.Sequential(nn.Conv2d(inputs, outputs, **options), nn.BatchNorm2d(outputs))
+
+
+@pytest.mark.parametrize("join", [torch.add, lambda a, b: b + a, lambda a, b: a.__iadd__(b)])
+def test_shortcuts_in_other_words(join):
+    program = read(Around(two(), normed(kernel_size=1, padding=0), join))
+    assert [block.residual for block in program.blocks] == [False, False, True]
+    assert [block.convolution for block in program.blocks] == ["stem.0", "main.0", "main.3"]
+    assert program.blocks[2].projection.convolution == "shortcut.0"
+
+
+def two() -> nn.Sequential:
+    return nn.Sequential(*normed(), nn.ReLU(), *normed())
+
+
+@pytest.mark.parametrize(
+    ("around", "said"),
+    [
+        (Around(normed(), nn.Identity()), "a sum of paths of which one has its end where a residual block has not"),
+        (Around(nn.Sequential(*normed(), *normed()), nn.Identity()), "a sum of paths of which one has Conv2d where"),
+        (Around(two(), nn.ReLU()), "layer ReLU"),
+        (Around(nn.Sequential(*two(), nn.ReLU()), nn.Identity()), "layer ReLU"),
+        (Around(two(), nn.Identity(), torch.mul), "operation mul"),
+        (Around(two(), nn.Identity(), lambda a, b: torch.add(a, b, alpha=2)), "operation add"),
+        (Around(two(), nn.Identity(), lambda a, b: b.__iadd__(a) + b), "operation assign_add"),
+        (Around(two(), nn.Identity(), last=nn.Tanh()), "a batch norm that is followed by Tanh"),
+    ],
+)
+def test_other_shortcuts(around, said):
+    assert refusal(around).startswith(said)
+
+
+class Twice(nn.Module):
+    """Runs a norm layer on two paths, which changes its statistics twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.first, self.rest, self.end = net()[:3], normed(), nn.Sequential(nn.ReLU(), *normed()), net()[2:]
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.end(self.rest(self.first(x)) + self.first(x))
+
+
+def test_a_layer_on_two_paths():
+    assert refusal(Twice()) == "a layer, or a parameter of one, that is used twice"
+
+
+class Aside(nn.Module):
+    """Runs a norm layer whose output nobody reads: its statistics change all the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.aside, self.end = net()[:3], nn.BatchNorm2d(4), net()[3:]
+
+    def forward(self, x):
+        x = self.stem(x)
+        self.aside(x)
+        return self.end(x)
+
+
+def test_what_nobody_reads():
+    assert refusal(Aside()) in (
+        "what it computes besides what it gives out",
+        "tensor aside.weight, which no layer computes with",
+    )
+
+
 class Methods(nn.Module):
     """Ends as torchvision's models do, or in another way."""
 
@@ -157,8 +273,7 @@ def test_other_operations(flatten, said):
 @pytest.mark.parametrize(
     ("name", "shape", "said"),
     [
-        ("resnet10", (3, 32, 32), "operation add"),
-        ("cnn3", (3, 32, 32), "stride"),
+        ("cnn3", (3, 32, 32), "layer AdaptiveMaxPool2d"),
         ("vit", (3, 32, 32), "a tensor that no layer of torch's own holds"),
     ],
 )
@@ -168,7 +283,9 @@ def test_other_models(name, shape, said):
 
 def test_vectors_and_segments_that_begin_with_a_linear_layer():
     assert refusal(nn.Sequential(nn.Linear(4, 10)), shape=(4,)) == "inputs of shape (4,) are no images"
-    assert refusal(nn.Sequential(nn.Flatten(), nn.Linear(192, 10))).startswith("it begins with Flatten, not with a 3×3")
+    assert refusal(nn.Sequential(nn.Flatten(), nn.Linear(192, 10))).startswith(
+        "it begins with Flatten, not with a conv"
+    )
 
 
 def _convolution(**options) -> nn.Sequential:
@@ -180,20 +297,23 @@ def _convolution(**options) -> nn.Sequential:
 @pytest.mark.parametrize(
     "options",
     [
-        {"stride": 2},
+        {"stride": 3},
+        {"stride": (1, 2)},
+        {"kernel_size": 2},
         {"kernel_size": 1},
         {"kernel_size": 5},
         {"padding": 0},
-        {"padding": "same"},
         {"dilation": 2, "padding": 2},
         {"padding_mode": "reflect"},
         {"kernel_size": (3, 1)},
     ],
 )
 def test_other_convolutions(options):
-    assert refusal(_convolution(**options)).startswith(
-        "a convolution other than 3×3 with stride 1 and padding 1: Conv2d"
-    )
+    assert refusal(_convolution(**options)).startswith("a convolution other than those of a VGG or a ResNet: Conv2d")
+
+
+def test_padding_in_words():
+    assert read(_convolution(padding="same")).blocks[0] == read(_convolution()).blocks[0]
 
 
 def test_grouped_convolutions():
@@ -208,7 +328,7 @@ def test_grouped_convolutions():
         (nn.BatchNorm2d(4, track_running_stats=False), "a batch norm that keeps no statistics"),
         (nn.BatchNorm2d(4, momentum=None), "a batch norm without a momentum"),
         (nn.GroupNorm(2, 4), "a convolution that is followed by GroupNorm"),
-        (nn.Identity(), "a convolution that is followed by Identity"),
+        (nn.Identity(), "a convolution that is followed by ReLU"),
     ],
 )
 def test_other_norms(norm, said):
@@ -227,18 +347,19 @@ def test_other_activations():
     ("pool", "side"),
     [
         (nn.MaxPool2d(4), 2),
-        (nn.MaxPool2d(3, 2, 1), 4),
+        (nn.MaxPool2d(3, 2, 0), 3),
         (nn.MaxPool2d(2, stride=1), 7),
         (nn.MaxPool2d(2, ceil_mode=True), 4),
         (nn.MaxPool2d((2, 1)), None),
     ],
 )
 def test_other_pools(pool, side):
-    assert refusal(net(pool, side=side or 1)).startswith("a pool other than 2×2: MaxPool2d")
+    assert refusal(net(pool, side=side or 1)).startswith("a pool other than 2×2, or 3×3 with stride 2: MaxPool2d")
 
 
 def test_positions_that_do_not_halve():
-    assert refusal(net(nn.MaxPool2d(2), side=4), shape=(3, 9, 9)) == "a pool of 9×9 positions, which do not halve"
+    assert refusal(net(nn.MaxPool2d(2), side=4), shape=(3, 9, 9)) == "a pool on 9×9 positions, which do not halve"
+    assert refusal(_convolution(stride=2), shape=(3, 9, 9)) == "a stride on 9×9 positions, which do not halve"
 
 
 @pytest.mark.parametrize(

@@ -74,10 +74,10 @@ def test_folding_again_changes_nothing_that_was_brought(make_case, clients):
     before = [{name: value.clone() for name, value in tensors.items()} for tensors in parameters]
     network = Folded(case.ladder, TorchKernels(), torch.float32)
     network.fold(layout.stacked(parameters, CPU))
-    kept = [*network.weights, *network.shifts, *network.dense_weights]
+    kept = [*network.weights.values(), *network.shifts, *network.dense_weights]
     other = [{name: value + 1 for name, value in tensors.items()} for tensors in parameters]
     network.fold(layout.stacked(other, CPU))
-    now = [*network.weights, *network.shifts, *network.dense_weights]
+    now = [*network.weights.values(), *network.shifts, *network.dense_weights]
     assert all(a is b for a, b in zip(kept, now, strict=True))
     fresh = Folded(case.ladder, TorchKernels(), torch.float32)
     fresh.fold(layout.stacked(other, CPU))
@@ -179,9 +179,10 @@ def test_a_small_convolution_as_a_matrix(side):
 # Clients that go on for different lengths.
 
 
-def test_clients_on_a_ladder_get_what_each_gets_alone(make_case, kernels):
-    ends = ((0, None, None), (0, None, None), (0, 6, 1), (0, 4, 0), (0, 4, 0))
-    alone = [make_case(span=span, clients=5) for span in ends]
+@pytest.mark.parametrize(("name", "shape"), [("vgg-small", (1, 8, 8)), ("resnet10", (3, 16, 16))])
+def test_clients_on_a_ladder_get_what_each_gets_alone(make_case, kernels, name, shape):
+    ends = ((0, None, None), (0, None, None), (0, 5, 1), (0, 4, 0), (0, 4, 0))
+    alone = [make_case(name, span, shape, clients=5) for span in ends]
     ladder = Ladder(tuple(case.program for case in alone))
     depths = [len(case.program.blocks) for case in alone]
     assert depths[0] == depths[1] > depths[2] > depths[3] == depths[4]
@@ -215,7 +216,7 @@ def test_bf16_is_close_and_masters_stay_float32(make_case, distance):
     case = make_case()
     network = Folded(case.ladder, TorchKernels(), torch.bfloat16)
     network.fold(case.stacks())
-    assert {weight.dtype for weight in network.weights} == {torch.bfloat16}
+    assert {weight.dtype for weight in network.weights.values()} == {torch.bfloat16}
     assert {shift.dtype for shift in network.shifts} == {torch.float32}
     exact = folded(case, TorchKernels())
     expected = exact.scores(exact.prepare(case.stacked))

@@ -183,11 +183,9 @@ class StackedEngine:
         """Return how many bytes of activations one client of a group needs."""
         program = self._program(*self._span(task))
         together = min(samples, task.training.batch) if task.training and task.kind == "train" else samples
-        _, height, width = program.shape
         elements = 0
-        for block in program.blocks:
-            elements += 2 * block.outputs * height * width
-            height, width = (height // 2, width // 2) if block.pool else (height, width)
+        for block, (height, width) in zip(program.blocks, program.sizes, strict=False):
+            elements += 2 * len(block.convolutions) * block.outputs * height * width // block.stride**2
         return self._backend.compute.itemsize * elements * together
 
     def _ladders(self, tasks: Sequence[ClientTask]) -> Iterator[Sequence[ClientTask]]:

@@ -1,8 +1,9 @@
 """The operations of `kernels` in Triton: one launch for all clients, bf16 or float32, float32 sums.
 
-A convolution is an implicit matrix product: the nine taps and the input channels are one long sum, and images are never
-unfolded. Clients are a dimension of the grid. Where the device can (Hopper and later) a tile is a block of positions
-that the copy engine fetches whole, zeros beyond the border included; elsewhere each thread computes addresses.
+A 3×3 convolution is an implicit matrix product: the nine taps and the input channels are one long sum, and images are
+never unfolded. Clients are a dimension of the grid. Where the device can (Hopper and later) a tile is a block of
+positions that the copy engine fetches whole, zeros beyond the border included; elsewhere each thread computes
+addresses. Rarer convolutions (other kernels, strides) are left to torch, client after client.
 """
 
 from functools import cache
@@ -15,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fedprophet.fast.kernels import FEW, TINY, Ball, Scaling, gathered
+from fedprophet.fast.kernels import FEW, TINY, Ball, Scaling, TorchKernels, gathered
 
 PARTS = 64
 """A reduction over rows is cut into at most so many parts, which are then added."""
@@ -31,6 +32,7 @@ _LARGEST = 3e38
 def _convolve(
     x_ptr,
     w_ptr,
+    add_ptr,
     shift_ptr,
     mask_ptr,
     y_ptr,
@@ -39,6 +41,7 @@ def _convolve(
     width,
     inputs,
     outputs,
+    ADD: tl.constexpr,
     SHIFT: tl.constexpr,
     MASK: tl.constexpr,
     TURNED: tl.constexpr,
@@ -78,6 +81,8 @@ def _convolve(
         tap = tl.where(next_tap, tap + 1, tap)
         channel = tl.where(next_tap, 0, channel)
     at = (client * rows + m)[:, None] * outputs + n[None, :]
+    if ADD:
+        total += tl.load(add_ptr + at, mask=inside[:, None], other=0.0).to(tl.float32)
     if SHIFT:
         total = tl.maximum(total + tl.load(shift_ptr + client * outputs + n)[None, :], 0.0)
     if MASK:
@@ -129,6 +134,7 @@ def _convolve_few(
 def _convolve_blocks(
     x_blocks,
     w_blocks,
+    add_ptr,
     shift_ptr,
     mask_ptr,
     y_ptr,
@@ -137,19 +143,24 @@ def _convolve_blocks(
     width,
     inputs,
     outputs,
+    ADD: tl.constexpr,
     SHIFT: tl.constexpr,
     MASK: tl.constexpr,
     TURNED: tl.constexpr,
     IMAGES: tl.constexpr,
     LINES: tl.constexpr,
     WIDTH: tl.constexpr,
+    FITS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """A tile is some lines of one image, or several whole images; the copy engine fetches it, moved by each tap."""
+    """A tile is some lines of one image, or several whole images; the copy engine fetches it, moved by each tap.
+
+    FITS: images are as wide as a tile and whole tiles high. Else tiles reach beyond them, where nothing is written.
+    """
     column, row, client = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     BLOCK_M: tl.constexpr = IMAGES * LINES * WIDTH
-    across = height // LINES
+    across = tl.cdiv(height, LINES)
     image, line = (row // across) * IMAGES, (row % across) * LINES
     first = client * samples + image
     n = column * BLOCK_N
@@ -165,13 +176,20 @@ def _convolve_blocks(
             b = w_blocks.load([(client * 9 + tap) * inputs + channel, n])
         total = tl.dot(a, b, total)
     columns = n + tl.arange(0, BLOCK_N)
-    if SHIFT:
-        total = tl.maximum(total + tl.load(shift_ptr + client * outputs + columns)[None, :], 0.0)
     r = tl.arange(0, BLOCK_M)
     # The last tile of a client may reach into the next one's images.
     inside = image + r // (LINES * WIDTH) < samples
-    m = ((client.to(tl.int64) * samples + image) * height + line) * width + r
+    if FITS:
+        m = ((client.to(tl.int64) * samples + image) * height + line) * width + r
+    else:
+        h, w = line + (r // WIDTH) % LINES, r % WIDTH
+        inside = inside & (h < height) & (w < width)
+        m = ((client.to(tl.int64) * samples + image + r // (LINES * WIDTH)) * height + h) * width + w
     at = m[:, None] * outputs + columns[None, :]
+    if ADD:
+        total += tl.load(add_ptr + at, mask=inside[:, None], other=0.0).to(tl.float32)
+    if SHIFT:
+        total = tl.maximum(total + tl.load(shift_ptr + client * outputs + columns)[None, :], 0.0)
     if MASK:
         total = tl.where(tl.load(mask_ptr + at, mask=inside[:, None], other=0.0) > 0, total, 0.0)
     tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), mask=inside[:, None])
@@ -217,23 +235,25 @@ def _weight_gradient(
 
 
 @triton.jit
-def _pool(x_ptr, y_ptr, winner_ptr, total, height, width, channels, BLOCK: tl.constexpr):
+def _pool(x_ptr, y_ptr, winner_ptr, total, height, width, channels, SIDE: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < total
     c, rest = at % channels, at // channels
     w, rest = rest % (width // 2), rest // (width // 2)
     h, n = rest % (height // 2), rest // (height // 2)
-    corner = x_ptr + ((n * height + 2 * h) * width + 2 * w) * channels + c
-    down = width * channels
-    one = tl.load(corner, mask=inside, other=0.0)
-    two = tl.load(corner + channels, mask=inside, other=0.0)
-    three = tl.load(corner + down, mask=inside, other=0.0)
-    four = tl.load(corner + down + channels, mask=inside, other=0.0)
-    top = tl.maximum(tl.maximum(one, two), tl.maximum(three, four))
-    # The first of the largest takes the gradient, unless the ReLU before gave nothing.
-    winner = tl.where(one == top, 0, tl.where(two == top, 1, tl.where(three == top, 2, 3)))
+    top = tl.zeros((BLOCK,), dtype=x_ptr.dtype.element_ty)
+    winner = tl.full((BLOCK,), SIDE * SIDE, dtype=tl.int32)
+    for place in tl.static_range(SIDE * SIDE):
+        line, column = 2 * h + place // SIDE - (SIDE - 2), 2 * w + place % SIDE - (SIDE - 2)
+        there = inside
+        if SIDE > 2:
+            there = inside & (line >= 0) & (column >= 0)
+        value = tl.load(x_ptr + ((n * height + line) * width + column) * channels + c, mask=there, other=0.0)
+        # The first of the largest takes the gradient, unless the ReLU before gave nothing.
+        winner = tl.where(value > top, place, winner)
+        top = tl.maximum(top, value)
     tl.store(y_ptr + at, top, mask=inside)
-    tl.store(winner_ptr + at, tl.where(top > 0, winner, 4).to(tl.uint8), mask=inside)
+    tl.store(winner_ptr + at, winner.to(tl.uint8), mask=inside)
 
 
 @triton.jit
@@ -251,6 +271,25 @@ def _unpool(winner_ptr, g_ptr, y_ptr, total, height, width, channels, BLOCK: tl.
     tl.store(corner + channels, tl.where(winner == 1, g, 0.0), mask=inside)
     tl.store(corner + down, tl.where(winner == 2, g, 0.0), mask=inside)
     tl.store(corner + down + channels, tl.where(winner == 3, g, 0.0), mask=inside)
+
+
+@triton.jit
+def _unpool_overlapping(winner_ptr, g_ptr, y_ptr, total, height, width, channels, BLOCK: tl.constexpr):
+    """The windows are 3×3: a position adds up what the one, two or four windows send that it may have won."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < total
+    c, rest = at % channels, at // channels
+    w, rest = rest % width, rest // width
+    h, n = rest % height, rest // height
+    y = tl.zeros((BLOCK,), dtype=tl.float32)
+    for place in tl.static_range(9):
+        # Window i begins at 2 i − 1.
+        line, column = h + 1 - place // 3, w + 1 - place % 3
+        sends = inside & (line % 2 == 0) & (column % 2 == 0) & (line < height) & (column < width)
+        window = ((n * (height // 2) + line // 2) * (width // 2) + column // 2) * channels + c
+        winner = tl.load(winner_ptr + window, mask=sends, other=9)
+        y += tl.load(g_ptr + window, mask=sends & (winner == place), other=0.0).to(tl.float32)
+    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows", "clients", "steps"])
@@ -299,14 +338,17 @@ def _affine(
     a_ptr,
     b_ptr,
     c_ptr,
+    add_ptr,
     y_ptr,
     rows,
     channels,
     total,
     GRADIENT: tl.constexpr,
+    ADD: tl.constexpr,
+    RELU: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """max(0, b · x + c) for each channel; with GRADIENT, a · g + b · x + c where g is kept where `active` > 0."""
+    """b · x + c for each channel, with ADD and RELU what they say; with GRADIENT also a · g, where `active` > 0."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < total
     of = (at // (rows * channels)) * channels + at % channels
@@ -316,7 +358,9 @@ def _affine(
         active = tl.load(active_ptr + at, mask=inside, other=0.0)
         g = tl.where(active > 0, tl.load(g_ptr + at, mask=inside, other=0.0).to(tl.float32), 0.0)
         y += tl.load(a_ptr + of, mask=inside, other=0.0) * g
-    else:
+    if ADD:
+        y += tl.load(add_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if RELU:
         y = tl.maximum(y, 0.0)
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
 
@@ -425,6 +469,9 @@ class TritonKernels:
 
     multiple = 16
 
+    def __init__(self) -> None:
+        self._torch = TorchKernels()
+
     def convolve(
         self,
         x: Tensor,
@@ -434,23 +481,30 @@ class TritonKernels:
         turned: bool = False,
         out: Tensor | None = None,
         channels: int | None = None,
+        add: Tensor | None = None,
+        stride: int = 1,
     ) -> Tensor:
+        if weight.shape[1] != 9 or stride != 1:
+            with _exact_products():
+                found = self._torch.convolve(x, weight, shift, mask, turned, out, channels, add, stride)
+            return found.contiguous()
         clients, samples, height, width, inputs = x.shape
         outputs = weight.shape[2 if turned else 3]
         y = x.new_empty((clients, samples, height, width, outputs)) if out is None else out
-        assert all(tensor.is_contiguous() for tensor in (x, weight, y))
-        others = weight if shift is None else shift, weight if mask is None else mask, y
-        flags = shift is not None, mask is not None, turned
-        if _in_blocks(x, outputs):
+        given = (add, shift, mask)
+        assert all(tensor is None or tensor.is_contiguous() for tensor in (x, weight, y, *given))
+        others = (*(weight if tensor is None else tensor for tensor in given), y)
+        flags = (*(tensor is not None for tensor in given), turned)
+        if _in_blocks(x):
             _launch_blocks(x, weight, others, flags, outputs)
             return y
         rows = samples * height * width
-        if channels is not None and 9 * channels <= FEW and mask is None and not turned:
+        if channels is not None and 9 * channels <= FEW and mask is None and add is None and not turned:
             block_n = _divisor(outputs, 64)
             _convolve_few[(outputs // block_n, triton.cdiv(rows, 128), clients)](
                 x,
                 weight,
-                others[0],
+                others[1],
                 y,
                 rows,
                 height,
@@ -458,7 +512,7 @@ class TritonKernels:
                 inputs,
                 outputs,
                 channels,
-                flags[0],
+                flags[1],
                 _precision(x),
                 128,
                 block_n,
@@ -485,7 +539,10 @@ class TritonKernels:
         )
         return y
 
-    def weight_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
+    def weight_gradient(self, x: Tensor, gradient: Tensor, kernel: int = 3, stride: int = 1) -> Tensor:
+        if kernel != 3 or stride != 1:
+            with _exact_products():
+                return self._torch.weight_gradient(x, gradient, kernel, stride).contiguous()
         clients, samples, height, width, inputs = x.shape
         outputs, rows = gradient.shape[-1], samples * height * width
         block_i, block_o = _divisor(inputs, 64), _divisor(outputs, 64 if x.dtype == torch.float32 else 128)
@@ -515,19 +572,20 @@ class TritonKernels:
         )
         return out[0] if parts == 1 else out.sum(dim=0)
 
-    def pool(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def pool(self, x: Tensor, side: int = 2) -> tuple[Tensor, Tensor]:
         clients, samples, height, width, channels = x.shape
         y = x.new_empty((clients, samples, height // 2, width // 2, channels))
         winners = torch.empty_like(y, dtype=torch.uint8)
-        _pool[(triton.cdiv(y.numel(), BLOCK),)](x, y, winners, y.numel(), height, width, channels, BLOCK)
+        _pool[(triton.cdiv(y.numel(), BLOCK),)](x, y, winners, y.numel(), height, width, channels, side, BLOCK)
         return y, winners
 
-    def unpool(self, winners: Tensor, gradient: Tensor) -> Tensor:
+    def unpool(self, winners: Tensor, gradient: Tensor, side: int = 2) -> Tensor:
         assert gradient.is_contiguous()
         clients, samples, height, width, channels = gradient.shape
         y = gradient.new_empty((clients, samples, 2 * height, 2 * width, channels))
-        total = gradient.numel()
-        _unpool[(triton.cdiv(total, BLOCK),)](winners, gradient, y, total, 2 * height, 2 * width, channels, BLOCK)
+        # Windows that lie apart write what is theirs; where they overlap, positions ask them.
+        kernel, total = (_unpool, gradient.numel()) if side == 2 else (_unpool_overlapping, y.numel())
+        kernel[(triton.cdiv(total, BLOCK),)](winners, gradient, y, total, 2 * height, 2 * width, channels, BLOCK)
         return y
 
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -536,8 +594,10 @@ class TritonKernels:
         mean = one / rows
         return mean, (two / rows - mean.square()).clamp_(min=0)
 
-    def scale_shift_relu(self, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-        return self._per_channel(x, None, None, None, scale, shift)
+    def scale_shift(
+        self, x: Tensor, scale: Tensor, shift: Tensor, add: Tensor | None = None, relu: bool = True
+    ) -> Tensor:
+        return self._per_channel(x, None, None, None, scale, shift, add, relu)
 
     def norm_sums(self, gradient: Tensor, active: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         return self._row_sums(x, gradient, active)
@@ -621,9 +681,18 @@ class TritonKernels:
         return one, two
 
     def _per_channel(
-        self, x: Tensor, gradient: Tensor | None, active: Tensor | None, a: Tensor | None, b: Tensor, c: Tensor
+        self,
+        x: Tensor,
+        gradient: Tensor | None,
+        active: Tensor | None,
+        a: Tensor | None,
+        b: Tensor,
+        c: Tensor,
+        add: Tensor | None = None,
+        relu: bool = False,
     ) -> Tensor:
         y, total = torch.empty_like(x), x.numel()
+        assert add is None or add.is_contiguous()
         _affine[(triton.cdiv(total, BLOCK),)](
             x,
             x if gradient is None else gradient,
@@ -631,14 +700,22 @@ class TritonKernels:
             b if a is None else a.contiguous(),
             b.contiguous(),
             c.contiguous(),
+            x if add is None else add,
             y,
             x.shape[1:4].numel(),
             x.shape[-1],
             total,
             gradient is not None,
+            add is not None,
+            relu,
             BLOCK,
         )
         return y
+
+
+def _exact_products() -> Any:
+    """Let torch's convolutions multiply in float32 where they are asked to, not in TF32."""
+    return torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False)
 
 
 @cache
@@ -647,32 +724,30 @@ def _has_copy_engine(device: int) -> bool:
     return torch.cuda.get_device_capability(device)[0] >= 9
 
 
-def _in_blocks(x: Tensor, outputs: int) -> bool:
+def _in_blocks(x: Tensor) -> bool:
     """Whether a convolution can be cut into blocks of lines or of whole images."""
-    _, _, height, width, inputs = x.shape
-    squares = _is_power(width) and _is_power(height) and width <= LARGEST_TILE
-    return x.dtype == torch.bfloat16 and squares and inputs % 64 == 0 and _has_copy_engine(x.get_device())
-
-
-def _is_power(size: int) -> bool:
-    return size & (size - 1) == 0
+    _, _, _, width, inputs = x.shape
+    return x.dtype == torch.bfloat16 and width <= LARGEST_TILE and inputs % 64 == 0 and _has_copy_engine(x.get_device())
 
 
 def _launch_blocks(
-    x: Tensor, weight: Tensor, others: tuple[Tensor, ...], flags: tuple[bool, bool, bool], outputs: int
+    x: Tensor, weight: Tensor, others: tuple[Tensor, ...], flags: tuple[bool, ...], outputs: int
 ) -> None:
     clients, samples, height, width, inputs = x.shape
+    turned = flags[-1]
     block_n = _divisor(outputs, 128)
-    positions, warps, stages = _block_tiles(clients * samples * height * width, height, block_n, turned=flags[2])
-    lines = min(height, max(1, positions // width))
-    images = max(1, positions // (lines * width))
+    positions, warps, stages = _block_tiles(clients * samples * height * width, height, block_n, turned)
+    # The sides of a tile are powers of two; what lies beyond an image is fetched as zeros.
+    across = triton.next_power_of_2(width)
+    lines = min(triton.next_power_of_2(height), max(1, positions // across))
+    images = max(1, positions // (lines * across))
     block_k = 64
     x_blocks = TensorDescriptor.from_tensor(
-        x.view(clients * samples, height, width, inputs), [images, lines, width, block_k]
+        x.view(clients * samples, height, width, inputs), [images, lines, across, block_k]
     )
-    shape = [block_n, block_k] if flags[2] else [block_k, block_n]
+    shape = [block_n, block_k] if turned else [block_k, block_n]
     w_blocks = TensorDescriptor.from_tensor(weight.view(-1, weight.shape[3]), shape)
-    _convolve_blocks[(outputs // block_n, triton.cdiv(samples, images) * (height // lines), clients)](
+    _convolve_blocks[(outputs // block_n, triton.cdiv(samples, images) * triton.cdiv(height, lines), clients)](
         x_blocks,
         w_blocks,
         *others,
@@ -684,7 +759,8 @@ def _launch_blocks(
         *flags,
         images,
         lines,
-        width,
+        across,
+        across == width and height % lines == 0,
         block_n,
         block_k,
         num_warps=warps,

@@ -1,16 +1,17 @@
 """The operations that stacks of networks are made of, in plain torch: for any device, and to test the GPU's against.
 
-Images are stacked as clients × samples × height × width × channels (K×N×H×W×C), convolutions as K×9×C_in×C_out with the
-nine taps row by row. Statistics have one number for each client and channel (K×C), in float32.
+Images are stacked as clients × samples × height × width × channels (K×N×H×W×C), convolutions as K×T×C_in×C_out with the
+T taps row by row: nine for a 3×3 convolution. Statistics have one number for each client and channel (K×C), in float32.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.grad import conv2d_weight
+from torch.nn.grad import conv2d_input, conv2d_weight
 
 FEW = 32
 """A position of an image of few channels reads, and sends gradients to, not more than so many numbers."""
@@ -63,27 +64,35 @@ class Kernels(Protocol):
         turned: bool = False,
         out: Tensor | None = None,
         channels: int | None = None,
+        add: Tensor | None = None,
+        stride: int = 1,
     ) -> Tensor:
-        """Return the 3×3 convolution; with `shift`, that is added and a ReLU follows; `mask` keeps where it is > 0.
+        """Return the convolution, and what is added to it; with `shift`, that is added and a ReLU follows; `mask` keeps
+        where it is > 0.
 
         `turned`: the convolution that takes gradients back from the outputs to the inputs. `out` takes the result.
         `channels` says how many of the inputs' are more than padding, where that is known.
         """
 
-    def weight_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
+    def weight_gradient(self, x: Tensor, gradient: Tensor, kernel: int = 3, stride: int = 1) -> Tensor:
         """Return the gradient of a convolution's weight, in float32."""
 
-    def pool(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the 2×2 max-pool of what a ReLU gave, and which of the four won (uint8; 4 where none is above 0)."""
+    def pool(self, x: Tensor, side: int = 2) -> tuple[Tensor, Tensor]:
+        """Return the max-pool that halves what a ReLU gave, and which position of its window won (uint8).
 
-    def unpool(self, winners: Tensor, gradient: Tensor) -> Tensor:
-        """Return the gradient of a ReLU and a 2×2 max-pool."""
+        The window is 2×2, or 3×3 and reaches beyond the border; where none is above 0, the number behind the last wins.
+        """
+
+    def unpool(self, winners: Tensor, gradient: Tensor, side: int = 2) -> Tensor:
+        """Return the gradient of a ReLU and such a max-pool."""
 
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and (biased) variance over samples and positions."""
 
-    def scale_shift_relu(self, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-        """Return max(0, scale · x + shift)."""
+    def scale_shift(
+        self, x: Tensor, scale: Tensor, shift: Tensor, add: Tensor | None = None, relu: bool = True
+    ) -> Tensor:
+        """Return max(0, scale · x + shift), or the same without the max(0, …); `add` is added before."""
 
     def norm_sums(self, gradient: Tensor, active: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return Σ g and Σ g · x over samples and positions, where g is the gradient where `active` > 0."""
@@ -114,46 +123,57 @@ class TorchKernels:
         turned: bool = False,
         out: Tensor | None = None,
         channels: int | None = None,
+        add: Tensor | None = None,
+        stride: int = 1,
     ) -> Tensor:
-        outputs = []
-        # Taps in reverse order, inputs and outputs exchanged.
-        weight = weight.flip(1).transpose(2, 3) if turned else weight
-        for images, taps in zip(x, weight, strict=True):
-            result = F.conv2d(images.permute(0, 3, 1, 2), _filters(taps), padding=1)
-            outputs.append(result.permute(0, 2, 3, 1))
-        stacked = _stack(outputs)
+        convolved = _convolved_back if turned else _convolved
+        stacked = _stack([convolved(images, taps, stride) for images, taps in zip(x, weight, strict=True)])
+        stacked = stacked if add is None else stacked.add_(add)
         if shift is not None:
             stacked = stacked.add_(_spread(shift, stacked)).relu_()
         stacked = stacked if mask is None else stacked.mul_(mask > 0)
         return stacked if out is None else out.copy_(stacked)
 
-    def weight_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
+    def weight_gradient(self, x: Tensor, gradient: Tensor, kernel: int = 3, stride: int = 1) -> Tensor:
         found = []
         for images, outputs in zip(x, gradient, strict=True):
             images, outputs = images.permute(0, 3, 1, 2), outputs.permute(0, 3, 1, 2)
-            shape = (outputs.shape[1], images.shape[1], 3, 3)
-            weight = conv2d_weight(images, shape, outputs, padding=1)  # type: ignore[no-untyped-call]
-            found.append(weight.permute(2, 3, 1, 0).reshape(9, shape[1], shape[0]))
+            shape = (outputs.shape[1], images.shape[1], kernel, kernel)
+            weight = conv2d_weight(images, shape, outputs, stride, kernel // 2)  # type: ignore[no-untyped-call]
+            found.append(weight.permute(2, 3, 1, 0).reshape(kernel**2, shape[1], shape[0]))
         return _stack(found).float()
 
-    def pool(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def pool(self, x: Tensor, side: int = 2) -> tuple[Tensor, Tensor]:
         k, n, h, w, c = x.shape
-        # The four positions of a window side by side: the first largest one wins.
-        windows = x.view(k, n, h // 2, 2, w // 2, 2, c).permute(0, 1, 2, 4, 6, 3, 5)
-        top, winners = windows.reshape(k, n, h // 2, w // 2, c, 4).max(dim=5)
-        return top, winners.masked_fill_(top <= 0, 4).to(torch.uint8)
+        top = x.new_zeros((k, n, h // 2, w // 2, c))
+        winners = torch.full_like(top, side * side, dtype=torch.uint8)
+        around = F.pad(x, (0, 0, side - 2, 0, side - 2, 0))
+        for place in range(side * side):
+            seen = around[:, :, place // side :: 2, place % side :: 2][:, :, : h // 2, : w // 2]
+            # The first of the largest wins.
+            winners = winners.masked_fill_(seen > top, place)
+            top = torch.maximum(top, seen)
+        return top, winners
 
-    def unpool(self, winners: Tensor, gradient: Tensor) -> Tensor:
+    def unpool(self, winners: Tensor, gradient: Tensor, side: int = 2) -> Tensor:
         k, n, h, w, c = gradient.shape
-        four = F.one_hot(winners.long(), 5)[..., :4].to(gradient.dtype) * gradient.unsqueeze(5)
-        return four.view(k, n, h, w, c, 2, 2).permute(0, 1, 2, 5, 3, 6, 4).reshape(k, n, 2 * h, 2 * w, c)
+        border = side - 2
+        total = gradient.new_zeros((k, n, 2 * h + border, 2 * w + border, c))
+        for place in range(side * side):
+            seen = total[:, :, place // side :: 2, place % side :: 2][:, :, :h, :w]
+            seen += gradient * (winners == place)
+        return total[:, :, border:, border:].contiguous()
 
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
         variance, mean = torch.var_mean(x.float(), dim=(1, 2, 3), correction=0)
         return mean, variance
 
-    def scale_shift_relu(self, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-        return torch.addcmul(_spread(shift, x), _spread(scale, x), x.float()).relu_().to(x.dtype)
+    def scale_shift(
+        self, x: Tensor, scale: Tensor, shift: Tensor, add: Tensor | None = None, relu: bool = True
+    ) -> Tensor:
+        result = torch.addcmul(_spread(shift, x), _spread(scale, x), x.float())
+        result = result if add is None else result.add_(add)
+        return (result.relu_() if relu else result).to(x.dtype)
 
     def norm_sums(self, gradient: Tensor, active: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         g = gradient.float() * (active > 0)
@@ -211,10 +231,27 @@ def _stack(parts: list[Tensor]) -> Tensor:
     return parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(parts)
 
 
+def _convolved(images: Tensor, taps: Tensor, stride: int) -> Tensor:
+    """Return the convolution of one client's images."""
+    filters = _filters(taps)
+    result = F.conv2d(images.permute(0, 3, 1, 2), filters, stride=stride, padding=filters.shape[2] // 2)
+    return result.permute(0, 2, 3, 1)
+
+
+def _convolved_back(gradient: Tensor, taps: Tensor, stride: int) -> Tensor:
+    """Return the gradient of one client's images, whose sides a stride divides."""
+    filters, outputs = _filters(taps), gradient.permute(0, 3, 1, 2)
+    samples, _, height, width = outputs.shape
+    shape = (samples, filters.shape[1], stride * height, stride * width)
+    found: Tensor = conv2d_input(shape, filters, outputs, stride, filters.shape[2] // 2)  # type: ignore[no-untyped-call]
+    return found.permute(0, 2, 3, 1)
+
+
 def _filters(taps: Tensor) -> Tensor:
     """Return one client's taps as torch's filters."""
-    _, inputs, outputs = taps.shape
-    return taps.reshape(3, 3, inputs, outputs).permute(3, 2, 0, 1)
+    number, inputs, outputs = taps.shape
+    side = math.isqrt(number)
+    return taps.reshape(side, side, inputs, outputs).permute(3, 2, 0, 1)
 
 
 def _spread(values: Tensor, like: Tensor) -> Tensor:

@@ -1,10 +1,12 @@
 """Reading a segment of a chain as a program that stacks of clients can run: blocks, then an exit.
 
-A block is a 3×3 convolution with batch norm and ReLU, perhaps with a 2×2 max-pool behind it. The exit pools the feature
-and ends in dense layers: the backbone's own classifier, or an auxiliary head. Whatever is not of this form raises
-`NotFusableError`, which says what it met; such a segment is left to the plain path.
+A block is a convolution with batch norm and ReLU, perhaps with a max-pool behind it. Two blocks may have a shortcut
+around them, as in a ResNet. The exit pools the feature and ends in dense layers: the backbone's own classifier, or an
+auxiliary head. Whatever is not of this form raises `NotFusableError`, which says what it met; such a segment is left to
+the plain path.
 """
 
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,8 +18,11 @@ from torch import fx, nn
 
 from fedprophet.cascade.atoms import Atom, Chain
 from fedprophet.cascade.heads import head_shape
+from fedprophet.cascade.operations import assign_add
 from fedprophet.cascade.trace import Program as Traced
 from fedprophet.models.normalize import Normalize
+
+USED_TWICE = "a layer, or a parameter of one, that is used twice"
 
 
 class NotFusableError(Exception):
@@ -25,8 +30,8 @@ class NotFusableError(Exception):
 
 
 @dataclass(frozen=True)
-class Block:
-    """Convolution, batch norm and ReLU, by the names of both layers; `pool`: a 2×2 max-pool follows."""
+class Convolution:
+    """A convolution and the batch norm behind it, by the names of both layers. Its padding is half its kernel."""
 
     convolution: str
     norm: str
@@ -35,7 +40,8 @@ class Block:
     bias: bool
     epsilon: float
     momentum: float
-    pool: bool = False
+    kernel: int = 3
+    stride: int = 1
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -43,6 +49,28 @@ class Block:
         bias = (f"{self.convolution}.bias",) if self.bias else ()
         parts = ("weight", "bias", "running_mean", "running_var")
         return (f"{self.convolution}.weight", *bias, *(f"{self.norm}.{part}" for part in parts))
+
+
+@dataclass(frozen=True)
+class Block(Convolution):
+    """A convolution, its batch norm and a ReLU, then a max-pool of `pool` positions a side that halves (0: none).
+
+    `residual`: what the block before this one read is added in front of the ReLU, through `projection` if there is one.
+    """
+
+    pool: int = 0
+    residual: bool = False
+    projection: Convolution | None = None
+
+    @property
+    def convolutions(self) -> tuple[Convolution, ...]:
+        """All that it has: its own, and that on its shortcut."""
+        return (self,) if self.projection is None else (self, self.projection)
+
+    @property
+    def shrinks(self) -> int:
+        """How many times fewer positions a side it leaves."""
+        return self.stride * (2 if self.pool else 1)
 
 
 @dataclass(frozen=True)
@@ -80,17 +108,22 @@ class Program:
     @property
     def tensors(self) -> tuple[str, ...]:
         """The state-dict names of all that it computes with."""
-        blocks = [name for block in self.blocks for name in block.tensors]
+        blocks = [name for block in self.blocks for part in block.convolutions for name in part.tensors]
         return (*blocks, *(name for layer in self.dense for name in layer.tensors))
 
     @property
     def feature(self) -> tuple[int, int, int]:
         """Channels, height and width of the feature that the exit reads."""
-        channels, height, width = self.shape
+        return (self.blocks[-1].outputs, *self.sizes[-1]) if self.blocks else self.shape
+
+    @property
+    def sizes(self) -> tuple[tuple[int, int], ...]:
+        """Height and width of what the first block reads, and of what each block leaves."""
+        sizes = [self.shape[1:]]
         for block in self.blocks:
-            channels = block.outputs
-            height, width = (height // 2, width // 2) if block.pool else (height, width)
-        return channels, height, width
+            height, width = sizes[-1]
+            sizes.append((height // block.shrinks, width // block.shrinks))
+        return tuple(sizes)
 
 
 @dataclass(frozen=True)
@@ -151,7 +184,8 @@ class Ladder:
     def spans(self) -> dict[str, tuple[int, int]]:
         """The clients that have each tensor, by its name: the first of them, and the one behind the last."""
         blocks = zip(self.longest.blocks, self.reach, strict=True)
-        spans = {name: (0, reach) for block, reach in blocks for name in block.tensors}
+        parts = [(part, reach) for block, reach in blocks for part in block.convolutions]
+        spans = {name: (0, reach) for part, reach in parts for name in part.tensors}
         return spans | {
             name: (exits.low, exits.high)
             for exits in self.exits
@@ -179,7 +213,7 @@ def read_program(
     normalize = parser.normalize()
     blocks = tuple(parser.blocks())
     if not blocks:
-        raise NotFusableError(f"it begins with {parser.here()}, not with a 3×3 convolution, a batch norm and a ReLU")
+        raise NotFusableError(f"it begins with {parser.here()}, not with a convolution, a batch norm and a ReLU")
     side, dense = parser.exit()
     parser.end()
     program = Program((channels, height, width), normalize, blocks, side, tuple(dense), convex=False)
@@ -202,14 +236,22 @@ def _with_head(body: Program, head: int, classes: int) -> Program:
     return replace(body, side=side, dense=(dense,), convex=True)
 
 
-def _layers(atom: Atom) -> Iterator[nn.Module]:
-    """Yield the layers that an atom calls, one after the other."""
+@dataclass(frozen=True)
+class _Sum:
+    """Two paths of layers from one place that are added: `main` is the longer one."""
+
+    main: tuple[Any, ...]
+    shortcut: tuple[Any, ...]
+
+
+def _layers(atom: Atom) -> Iterator[Any]:
+    """Yield the layers that an atom calls, one after the other; a `_Sum` where paths meet."""
     work, training = atom.body.evaluate, atom.body.train
     if isinstance(work, nn.Module):
         yield from _flat(work)
         return
-    found = list(_called(work))
-    if not isinstance(training, Traced) or [id(layer) for layer in _called(training)] != [id(a) for a in found]:
+    found = _called(work)
+    if not isinstance(training, Traced) or _called(training) != found:
         raise NotFusableError(f"{atom.name} does other things in training than in evaluation")
     yield from found
 
@@ -222,32 +264,60 @@ def _flat(module: nn.Module) -> Iterator[nn.Module]:
     if type(module).forward is nn.Sequential.forward:
         for child in module._modules.values():
             yield from _flat(child) if child is not None else ()
-    else:
+    elif type(module) is not nn.Identity:
         yield module
 
 
 _FLATTEN = nn.Flatten()
 
 
-def _called(program: Traced) -> Iterator[nn.Module]:
-    """Yield the layers of a traced program whose operations follow each other in one line."""
-    before: fx.Node | None = None
-    for node in program.code.graph.nodes:
-        in_line = node.args[:1] == (before,)
-        if node.op == "placeholder" and before is None:
-            before = node
-        elif node.op == "output" and in_line:
-            return
-        elif node.op == "call_module" and in_line and len(node.args) == 1 and not node.kwargs:
-            yield from _flat(program.code.get_submodule(str(node.target)))
-            before = node
-        elif in_line and _is_flatten(node):
-            yield _FLATTEN
-            before = node
-        elif node.op == "placeholder":
-            raise NotFusableError("a tensor that no layer of torch's own holds")
-        else:
-            raise NotFusableError(f"operation {getattr(node.target, '__name__', node.target)}")
+def _called(program: Traced) -> list[Any]:
+    """Return the layers of a traced program, in which paths part and meet again at a sum."""
+    start, *nodes, end = program.code.graph.nodes
+    if any(node.op == "placeholder" for node in nodes):
+        raise NotFusableError("a tensor that no layer of torch's own holds")
+    places: dict[fx.Node, list[Any]] = {start: []}
+    for node in nodes:
+        places[node] = _led_to(node, program, places)
+    called = [node.target for node in nodes if node.op == "call_module" and _has_tensors(program, node)]
+    if len(set(called)) < len(called):
+        raise NotFusableError(USED_TWICE)
+    used = {source for node in (*nodes, end) for source in node.all_input_nodes}
+    if not isinstance(end.args[0], fx.Node) or len(used) < len(places):
+        raise NotFusableError("what it computes besides what it gives out")
+    return places[end.args[0]]
+
+
+def _has_tensors(program: Traced, node: fx.Node) -> bool:
+    return bool(program.code.get_submodule(str(node.target)).state_dict())
+
+
+def _led_to(node: fx.Node, program: Traced, places: dict[fx.Node, list[Any]]) -> list[Any]:
+    """Return the layers from the program's input to the output of a node."""
+    before = [places[source] for source in node.all_input_nodes]
+    if node.op == "call_module" and len(node.args) == len(before) == 1 and not node.kwargs:
+        return [*before[0], *_flat(program.code.get_submodule(str(node.target)))]
+    if _is_flatten(node):
+        return [*before[0], _FLATTEN]
+    if _is_sum(node):
+        return _added(*before)
+    raise NotFusableError(f"operation {getattr(node.target, '__name__', node.target)}")
+
+
+def _is_sum(node: fx.Node) -> bool:
+    """Whether a node adds two tensors, and changes none that somebody else reads."""
+    two = len(node.args) == len(node.all_input_nodes) == 2 and not node.kwargs
+    in_place = node.target is assign_add and len(node.all_input_nodes[0].users) == 1
+    return two and (node.target in (operator.add, torch.add) or in_place)
+
+
+def _added(one: list[Any], other: list[Any]) -> list[Any]:
+    """Return two paths that meet as one: what they have in common, and the sum of the rest."""
+    alike = next(
+        (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a is not b), min(len(one), len(other))
+    )
+    short, long = sorted((one[alike:], other[alike:]), key=len)
+    return [*one[:alike], _Sum(tuple(long), tuple(short))]
 
 
 def _is_flatten(node: fx.Node) -> bool:
@@ -260,7 +330,7 @@ def _is_flatten(node: fx.Node) -> bool:
 class _Parser:
     """Reads layers in order."""
 
-    def __init__(self, layers: Sequence[nn.Module], names: dict[int, str]) -> None:
+    def __init__(self, layers: Sequence[Any], names: dict[int, str]) -> None:
         self._layers = list(layers)
         self._names = names
         self._at = 0
@@ -269,7 +339,7 @@ class _Parser:
         """Return what comes next, for an error."""
         return type(self._layers[self._at]).__name__ if self._at < len(self._layers) else "its end"
 
-    def take(self, kind: type[nn.Module]) -> Any:
+    def take(self, kind: type[Any]) -> Any:
         """Return the next layer where it is of exactly this kind, else None: a subclass may do anything."""
         if self._at < len(self._layers) and type(self._layers[self._at]) is kind:
             self._at += 1
@@ -281,27 +351,59 @@ class _Parser:
         return None if layer is None else layer.numbers
 
     def blocks(self) -> Iterator[Block]:
-        while (convolution := self.take(nn.Conv2d)) is not None:
-            _check_convolution(convolution)
-            norm = self.take(nn.BatchNorm2d)
-            if norm is None:
-                raise NotFusableError(f"a convolution that is followed by {self.here()}")
-            _check_norm(norm)
-            if self.take(nn.ReLU) is None:
-                raise NotFusableError(f"a batch norm that is followed by {self.here()}")
-            pool = self.take(nn.MaxPool2d)
-            if pool is not None and not _halves(pool):
-                raise NotFusableError(f"a pool other than 2×2: {pool}")
-            yield Block(
-                self._names[id(convolution)],
-                self._names[id(norm)],
-                convolution.in_channels,
-                convolution.out_channels,
-                convolution.bias is not None,
-                norm.eps,
-                norm.momentum,
-                pool is not None,
-            )
+        while True:
+            paths = self.take(_Sum)
+            if paths is not None:
+                yield from self._residual(paths)
+            elif (convolution := self.convolution()) is not None:
+                self._relu()
+                yield Block(**vars(convolution), pool=self._pool())
+            else:
+                return
+
+    def convolution(self) -> Convolution | None:
+        """Take a convolution and its batch norm."""
+        layer = self.take(nn.Conv2d)
+        if layer is None:
+            return None
+        _check_convolution(layer)
+        norm = self.take(nn.BatchNorm2d)
+        if norm is None:
+            raise NotFusableError(f"a convolution that is followed by {self.here()}")
+        _check_norm(norm)
+        return Convolution(
+            self._names[id(layer)],
+            self._names[id(norm)],
+            layer.in_channels,
+            layer.out_channels,
+            layer.bias is not None,
+            norm.eps,
+            norm.momentum,
+            layer.kernel_size[0],
+            layer.stride[0],
+        )
+
+    def _residual(self, paths: _Sum) -> Iterator[Block]:
+        """Read two blocks with a shortcut around them; the ReLU of the second comes behind the sum."""
+        main, shortcut = _Parser(paths.main, self._names), _Parser(paths.shortcut, self._names)
+        first = main.convolution()
+        second = main.convolution() if first is not None and main.take(nn.ReLU) is not None else None
+        if first is None or second is None:
+            raise NotFusableError(f"a sum of paths of which one has {main.here()} where a residual block has not")
+        projection = shortcut.convolution()
+        main.end()
+        shortcut.end()
+        self._relu()
+        yield Block(**vars(first))
+        yield Block(**vars(second), pool=self._pool(), residual=True, projection=projection)
+
+    def _relu(self) -> None:
+        if self.take(nn.ReLU) is None:
+            raise NotFusableError(f"a batch norm that is followed by {self.here()}")
+
+    def _pool(self) -> int:
+        pool = self.take(nn.MaxPool2d)
+        return 0 if pool is None else _halving(pool)
 
     def exit(self) -> tuple[int | None, list[Dense]]:
         pool, flatten = self.take(nn.AdaptiveAvgPool2d), self.take(nn.Flatten)
@@ -334,9 +436,11 @@ class _Parser:
 
 
 def _check_convolution(layer: nn.Conv2d) -> None:
-    plain = layer.kernel_size == (3, 3) and layer.stride == (1, 1) and layer.padding == (1, 1)
-    if not (plain and layer.dilation == (1, 1) and layer.groups == 1 and layer.padding_mode == "zeros"):
-        raise NotFusableError(f"a convolution other than 3×3 with stride 1 and padding 1: {layer}")
+    side, step = layer.kernel_size[0], layer.stride[0]
+    square = (layer.kernel_size, layer.stride) == ((side, side), (step, step)) and side % 2 == 1 and step in (1, 2)
+    padded = layer.padding in ((side // 2, side // 2), "same" if step == 1 else None) and layer.padding_mode == "zeros"
+    if not (square and padded and layer.dilation == (1, 1) and layer.groups == 1):
+        raise NotFusableError(f"a convolution other than those of a VGG or a ResNet: {layer}")
 
 
 def _check_norm(layer: nn.BatchNorm2d) -> None:
@@ -357,10 +461,14 @@ def _side(pool: nn.AdaptiveAvgPool2d) -> int:
     return int(side)
 
 
-def _halves(pool: nn.MaxPool2d) -> bool:
-    two = ((2, 2), 2)
-    plain = pool.kernel_size in two and pool.stride in two and pool.padding in ((0, 0), 0)
-    return plain and pool.dilation in ((1, 1), 1) and not pool.ceil_mode
+def _halving(pool: nn.MaxPool2d) -> int:
+    """Return the side of a pool's window; only those are known that leave half of the positions."""
+    for side in (2, 3):
+        settings = (pool.kernel_size, pool.stride, pool.padding, pool.dilation)
+        known = zip(settings, (side, 2, side - 2, 1), strict=True)
+        if all(value in (number, (number, number)) for value, number in known) and not pool.ceil_mode:
+            return side
+    raise NotFusableError(f"a pool other than 2×2, or 3×3 with stride 2: {pool}")
 
 
 def _check_tensors(chain: Chain, first: int, last: int, program: Program) -> None:
@@ -368,7 +476,7 @@ def _check_tensors(chain: Chain, first: int, last: int, program: Program) -> Non
     used = program.tensors
     tensors = chain.tensors
     if len({id(tensors[name]) for name in used}) < len(used):
-        raise NotFusableError("a layer, or a parameter of one, that is used twice")
+        raise NotFusableError(USED_TWICE)
     for name in (*chain.shared(first, last), *chain.local(first, last)):
         if name not in used and not name.endswith(".num_batches_tracked"):
             raise NotFusableError(f"tensor {name}, which no layer computes with")
@@ -380,11 +488,11 @@ def _check_tensors(chain: Chain, first: int, last: int, program: Program) -> Non
 
 
 def _check_sizes(program: Program) -> None:
-    _, height, width = program.shape
-    for block in program.blocks:
-        if block.pool and (height % 2 or width % 2):
-            raise NotFusableError(f"a pool of {height}×{width} positions, which do not halve")
-        height, width = (height // 2, width // 2) if block.pool else (height, width)
+    for block, (height, width) in zip(program.blocks, program.sizes, strict=False):
+        if height % block.shrinks or width % block.shrinks:
+            what = "a pool" if block.pool else "a stride"
+            raise NotFusableError(f"{what} on {height}×{width} positions, which do not halve")
+    height, width = program.sizes[-1]
     if program.dense and height != width:
         raise NotFusableError(f"a feature of {height}×{width} positions before its exit: no square")
     side = program.side

@@ -8,6 +8,7 @@ padded with zeros where the kernels want it: zeros stay zeros in training, so no
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedprophet.fast.kernels import FEW, Kernels, Scaling
-from fedprophet.fast.program import Dense, Exits, Ladder, Program
+from fedprophet.fast.program import Block, Convolution, Dense, Exits, Ladder, Program
 
 Tensors = Mapping[str, Tensor]
 Uniform = Callable[[str, tuple[int, ...]], Tensor]
@@ -32,7 +33,8 @@ class Layout:
     def __init__(self, ladder: Ladder, multiple: int) -> None:
         self.ladder = ladder
         self.multiple = multiple
-        self._blocks = {name: block for block in ladder.longest.blocks for name in block.tensors}
+        convolutions = [part for block in ladder.longest.blocks for part in block.convolutions]
+        self._convolutions = {name: part for part in convolutions for name in part.tensors}
         first = {exits.program.dense[0].name: exits.program for exits in ladder.exits if exits.program.dense}
         self._flattens = {f"{name}.weight": program for name, program in first.items()}
 
@@ -74,21 +76,22 @@ class Layout:
 
     def _into(self, name: str, values: Tensor) -> Tensor:
         if values.ndim == 5:
-            clients, outputs, inputs, _, _ = values.shape
-            taps = values.permute(0, 3, 4, 2, 1).reshape(clients, 9, inputs, outputs)
+            clients, outputs, inputs, side, _ = values.shape
+            taps = values.permute(0, 3, 4, 2, 1).reshape(clients, side * side, inputs, outputs)
             return F.pad(taps, (0, self.padded(outputs) - outputs, 0, self.padded(inputs) - inputs))
         if values.ndim == 3:
             return self._dense_into(name, values)
-        return F.pad(values, (0, self.padded(values.shape[1]) - values.shape[1])) if name in self._blocks else values
+        padding = self.padded(values.shape[1]) - values.shape[1] if name in self._convolutions else 0
+        return F.pad(values, (0, padding)) if padding else values
 
     def _out_of(self, name: str, values: Tensor) -> Tensor:
-        block = self._blocks.get(name)
-        if block is None:
+        part = self._convolutions.get(name)
+        if part is None:
             return self._dense_out_of(name, values) if values.ndim == 3 else values
         if values.ndim == 2:
-            return values[:, : block.outputs]
-        kept = values[:, :, : block.inputs, : block.outputs]
-        return kept.reshape(-1, 3, 3, block.inputs, block.outputs).permute(0, 4, 3, 1, 2)
+            return values[:, : part.outputs]
+        kept = values[:, :, : part.inputs, : part.outputs]
+        return kept.reshape(-1, part.kernel, part.kernel, part.inputs, part.outputs).permute(0, 4, 3, 1, 2)
 
     def _dense_into(self, name: str, values: Tensor) -> Tensor:
         """Return in × out; the first layer of an exit reads positions before channels, and padded channels."""
@@ -249,45 +252,48 @@ class Folded(Network):
 
     def __init__(self, ladder: Ladder, kernels: Kernels, compute: torch.dtype) -> None:
         super().__init__(ladder, kernels, compute)
-        self.weights: list[Tensor] = []
+        self.weights: dict[str, Tensor] = {}
         self.shifts: list[Tensor] = []
         self.dense_weights: list[Tensor] = []
         self.dense_biases: list[Tensor | None] = []
+        self._blocks = ladder.longest.blocks
         self._dense = [layer for exits in ladder.exits for layer in exits.program.dense]
         self._small = _small_blocks(ladder.longest)
         self._senders: list[Tensor] = []
-        self.spreads = 9 * ladder.longest.shape[0] <= FEW and not self._small[0]
+        self.spreads = _spreads(ladder.longest) and not self._small[0]
         """Whether gradients of inputs are left with the outputs of the first convolution, see `kernels.gathered`."""
 
     @property
     def nbytes(self) -> int:
         """How much memory its copies of the parameters take."""
-        copies = (*self.weights, *self.shifts, *self.dense_weights, *self.dense_biases)
+        copies = (*self.weights.values(), *self.shifts, *self.dense_weights, *self.dense_biases)
         return sum(copy.nbytes for copy in copies if copy is not None)
 
     def fold(self, stacks: Tensors) -> None:
         """Take over the parameters; storage that is there already is written again, as a captured graph needs."""
-        weights: list[Tensor] = []
         shifts: list[Tensor] = []
-        for block in self.ladder.longest.blocks:
-            scale = stacks[f"{block.norm}.weight"] * torch.rsqrt(stacks[f"{block.norm}.running_var"] + block.epsilon)
-            offset = -stacks[f"{block.norm}.running_mean"]
-            offset = offset + stacks[f"{block.convolution}.bias"] if block.bias else offset
-            weights.append(self._scaled(len(weights), stacks[f"{block.convolution}.weight"], scale))
-            shifts.append(stacks[f"{block.norm}.bias"] + scale * offset)
+        for block, side in zip(self._blocks, self._small, strict=True):
+            # What a shortcut's norm layer adds is added to the sum.
+            shifts.append(reduce(torch.add, [self._folded(part, stacks, side) for part in block.convolutions]))
         dense = [stacks[f"{layer.name}.weight"] for layer in self._dense]
         biases = [stacks[f"{layer.name}.bias"] if layer.bias else None for layer in self._dense]
-        self.weights = weights
         if self.spreads:
             self._senders = _refill(self._senders, [self._sender()], self.compute)
         self.shifts = _refill(self.shifts, shifts, torch.float32)
         self.dense_weights = _refill(self.dense_weights, dense, self.compute)
         self.dense_biases = _refill(self.dense_biases, biases, self.compute)
 
-    def _scaled(self, number: int, weight: Tensor, scale: Tensor) -> Tensor:
+    def _folded(self, part: Convolution, stacks: Tensors, side: int) -> Tensor:
+        """Scale a convolution as its norm layer does, and return what that adds."""
+        scale = stacks[f"{part.norm}.weight"] * torch.rsqrt(stacks[f"{part.norm}.running_var"] + part.epsilon)
+        offset = -stacks[f"{part.norm}.running_mean"]
+        offset = offset + stacks[f"{part.convolution}.bias"] if part.bias else offset
+        self.weights[part.convolution] = self._scaled(part, stacks[f"{part.convolution}.weight"], scale, side)
+        return stacks[f"{part.norm}.bias"] + scale * offset
+
+    def _scaled(self, part: Convolution, weight: Tensor, scale: Tensor, side: int) -> Tensor:
         """Return a convolution times its norm layer's scale, in the memory that it had before."""
-        before = self.weights[number] if self.weights else None
-        side = self._small[number]
+        before = self.weights.get(part.convolution)
         into = (
             before
             if before is not None and not side
@@ -300,13 +306,14 @@ class Folded(Network):
     def _sender(self) -> Tensor:
         """Return what takes a gradient at the first convolution's outputs to each of its nine taps' inputs."""
         channels = self.ladder.longest.shape[0]
-        taps = self.weights[0][:, :, :channels].flatten(1, 2).transpose(1, 2)
+        taps = self.weights[self._blocks[0].convolution][:, :, :channels].flatten(1, 2).transpose(1, 2)
         return F.pad(taps, (0, FEW - 9 * channels))
 
     def features(self, z: Tensor) -> Tensor:
         """Return the feature before the exit, for clients that all leave at the end; `z` are prepared inputs."""
-        for number in range(len(self.ladder.longest.blocks)):
-            z, _ = self._run(number, z)
+        before = z
+        for number in range(len(self._blocks)):
+            (z, _), before = self._run(number, z, before), z
         return z
 
     def scores(self, z: Tensor) -> Tensor:
@@ -337,35 +344,42 @@ class Folded(Network):
 
     def _gradient(self, z: Tensor, at: Callable[[Exits, Tensor], Tensor]) -> Tensor:
         """Run all blocks, ask for the gradient at every exit, and go back to the input."""
-        blocks = self.ladder.longest.blocks
         saved: list[tuple[Tensor, Tensor | None]] = []
-        for number in range(len(blocks)):
-            z, winners = self._run(number, z[: self.ladder.reach[number]])
+        before = z
+        for number, reach in enumerate(self.ladder.reach):
+            (z, winners), before = self._run(number, z[:reach], before[:reach]), z
             saved.append((z, winners))
         above: Tensor | None = None
-        for number in range(len(blocks) - 1, -1, -1):
+        # What shortcuts bring back, by the block whose input they begin at.
+        shortcuts: dict[int, Tensor] = {}
+        for number in range(len(self._blocks) - 1, -1, -1):
             left, winners = saved.pop()
-            above = self._joined(number, above, left, None if blocks[number].pool else left, at)
-            above = above if winners is None else self.kernels.unpool(winners, above)
+            above = self._joined(number, above, left, winners, at, shortcuts.pop(number + 1, None))
+            above = above if winners is None else self.kernels.unpool(winners, above, self._blocks[number].pool)
+            if self._blocks[number].residual:
+                shortcuts[number - 1] = self._shortcut_back(self._blocks[number], above)
         assert above is not None
         if self.spreads:
             sent = torch.bmm(above.flatten(1, 3), self._senders[0])
             return sent.view(*above.shape[:4], FEW)
-        return self._back(0, above, None, None)
+        return self._back(0, above, None, None, shortcuts.pop(0, None))
 
     def _joined(
         self,
         number: int,
         above: Tensor | None,
         left: Tensor,
-        mask: Tensor | None,
+        winners: Tensor | None,
         at: Callable[[Exits, Tensor], Tensor],
+        shortcut: Tensor | None,
     ) -> Tensor:
         """Return the gradient behind a block for all clients that have it: from the next block, and from exits."""
+        # Where there is a pool, its winners say what the ReLU let through.
+        mask = left if winners is None else None
 
         def deeper(out: Tensor | None) -> Tensor:
             assert above is not None
-            return self._back(number + 1, above, None if mask is None else mask[: len(above)], out)
+            return self._back(number + 1, above, None if mask is None else mask[: len(above)], out, shortcut)
 
         def here(exits: Exits) -> Tensor:
             clients = slice(exits.low, exits.high)
@@ -374,23 +388,43 @@ class Folded(Network):
 
         return joined(left, self.leaving(number + 1), above, deeper, here)
 
-    def _run(self, number: int, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Run a block; where it ends with a pool, return its winners too."""
-        weight, shift = self.weights[number], self.shifts[number]
-        block = self.ladder.longest.blocks[number]
+    def _run(self, number: int, x: Tensor, before: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Run a block; where it ends with a pool, return its winners too. `before` is what the last block read."""
+        block, shift = self._blocks[number], self.shifts[number]
+        weight = self.weights[block.convolution]
         if self._small[number]:
             k, n, h, w, _ = x.shape
             y = torch.bmm(x.reshape(k, n, -1), weight).view(k, n, h, w, -1)
             active = (y + shift[:, None, None, None, :]).relu_().to(self.compute)
         else:
-            active = self.kernels.convolve(x, weight, shift, channels=block.inputs)
-        return self.kernels.pool(active) if block.pool else (active, None)
+            add = self._shortcut(block, before) if block.residual else None
+            active = self.kernels.convolve(x, weight, shift, channels=block.inputs, add=add, stride=block.stride)
+        return self.kernels.pool(active, block.pool) if block.pool else (active, None)
 
-    def _back(self, number: int, gradient: Tensor, mask: Tensor | None, out: Tensor | None) -> Tensor:
+    def _shortcut(self, block: Block, before: Tensor) -> Tensor:
+        """Return what a shortcut adds; its norm layer's part is in the shift."""
+        if block.projection is None:
+            return before
+        weight = self.weights[block.projection.convolution]
+        return self.kernels.convolve(before, weight, stride=block.projection.stride)
+
+    def _shortcut_back(self, block: Block, gradient: Tensor) -> Tensor:
+        """Take the gradient of a sum back along the shortcut."""
+        if block.projection is None:
+            return gradient
+        weight = self.weights[block.projection.convolution]
+        return self.kernels.convolve(gradient, weight, turned=True, stride=block.projection.stride)
+
+    def _back(
+        self, number: int, gradient: Tensor, mask: Tensor | None, out: Tensor | None, shortcut: Tensor | None
+    ) -> Tensor:
         """Take the gradient back through a block's convolution; `mask` is what the ReLU before it gave."""
-        weight = self.weights[number]
+        block = self._blocks[number]
+        weight = self.weights[block.convolution]
         if not self._small[number]:
-            return self.kernels.convolve(gradient, weight, mask=mask, turned=True, out=out)
+            return self.kernels.convolve(
+                gradient, weight, mask=mask, turned=True, out=out, add=shortcut, stride=block.stride
+            )
         k, n, h, w, _ = gradient.shape
         found = torch.bmm(gradient.reshape(k, n, -1), weight.transpose(1, 2)).view(k, n, h, w, -1)
         found = found if mask is None else found.mul_(mask > 0)
@@ -407,13 +441,27 @@ class Folded(Network):
 
 
 def _small_blocks(program: Program) -> list[int]:
-    """Return for each block its side where it has so few positions that it is run as a matrix, else 0."""
-    _, height, width = program.shape
-    sides = []
-    for block in program.blocks:
-        sides.append(height if height == width and height * width <= SMALL else 0)
-        height, width = (height // 2, width // 2) if block.pool else (height, width)
-    return sides
+    """Return for each block its side where it has so few positions that it is run as a matrix, else 0.
+
+    Blocks beside a shortcut are not: few have so few positions, and the matrices would have to know of it.
+    """
+    around = [*(block.residual for block in program.blocks[1:]), False]
+    return [
+        height
+        if height == width and height * width <= SMALL and _is_plain(block) and not (block.residual or inner)
+        else 0
+        for block, inner, (height, width) in zip(program.blocks, around, program.sizes, strict=False)
+    ]
+
+
+def _is_plain(part: Convolution) -> bool:
+    return (part.kernel, part.stride) == (3, 1)
+
+
+def _spreads(program: Program) -> bool:
+    """Whether the first convolution reads so few numbers that its gradient is spread, and nothing else reads them."""
+    alone = len(program.blocks) == 1 or not program.blocks[1].residual
+    return 9 * program.shape[0] <= FEW and _is_plain(program.blocks[0]) and alone
 
 
 def as_matrix(weight: Tensor, side: int) -> Tensor:

@@ -1,5 +1,6 @@
 """One local iteration of several clients, written out: the batch's statistics, the gradients, the step of SGD."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -9,22 +10,34 @@ from torch import Tensor
 from fedprophet.client.task import LocalTraining
 from fedprophet.fast.draws import Draws
 from fedprophet.fast.kernels import Kernels
-from fedprophet.fast.program import Block, Exits, Ladder
+from fedprophet.fast.program import Block, Convolution, Exits, Ladder
 from fedprophet.fast.stack import Network, dense_backward, dense_forward, joined
 
 
 @dataclass(frozen=True)
-class Saved:
-    """What the way back through a block needs: its input, what each part gave, its output, the batch's statistics."""
+class Normed:
+    """What a convolution gave, and the batch's statistics with which its norm layer goes on."""
 
-    x: Tensor
     convolved: Tensor
-    active: Tensor
-    left: Tensor
-    winners: Tensor | None
     mean: Tensor
     inverse: Tensor
     scale: Tensor
+    shift: Tensor
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What the way back through a block needs: its input, what each part gave, its output. On a shortcut with a
+    convolution, also that one's input and what it gave.
+    """
+
+    x: Tensor
+    own: Normed
+    active: Tensor
+    left: Tensor
+    winners: Tensor | None
+    before: Tensor | None
+    projected: Normed | None
 
 
 class Training(Network):
@@ -51,44 +64,63 @@ class Training(Network):
     def step(self, z: Tensor, targets: Tensor, draws: Draws) -> None:
         """Take one step of SGD on a prepared (perturbed) batch; `targets` are one-hot, dropout comes from `draws`."""
         blocks = self.ladder.longest.blocks
-        weights = {block: self._weight(block.convolution) for block in blocks}
+        weights = {part: self._weight(part.convolution) for block in blocks for part in block.convolutions}
         saved: list[Saved] = []
+        before = z
         for block, reach in zip(blocks, self.ladder.reach, strict=True):
-            kept = self._forward(block, weights[block], z[:reach])
-            saved.append(kept)
-            z = kept.left
+            saved.append(self._forward(block, weights, z[:reach], before[:reach]))
+            z, before = saved[-1].left, z
         gradients: dict[str, Tensor] = {}
         above: Tensor | None = None
+        # What shortcuts bring back, by the block whose input they begin at.
+        shortcuts: dict[int, Tensor] = {}
         for number in range(len(blocks) - 1, -1, -1):
             kept = saved.pop()
-            deeper = partial(self._deeper, above, weights[blocks[min(number + 1, len(blocks) - 1)]])
+            behind = blocks[min(number + 1, len(blocks) - 1)]
+            deeper = partial(self._deeper, behind, above, weights[behind], shortcuts.pop(number + 1, None))
             here = partial(self._exit, kept.left, targets, draws, gradients)
             gradient = joined(kept.left, self.leaving(number + 1), above, deeper, here)
-            above = self._backward(blocks[number], kept, gradient, gradients)
+            gradient = self._unpooled(blocks[number], kept, gradient)
+            above = self._backward(blocks[number], kept.x, kept.own, kept.active, gradient, gradients)
+            if blocks[number].residual:
+                shortcuts[number - 1] = self._shortcut_back(blocks[number], kept, weights, gradient, gradients)
         self._descend(gradients)
 
-    def _deeper(self, above: Tensor | None, weight: Tensor, out: Tensor | None) -> Tensor:
+    def _deeper(
+        self, block: Block, above: Tensor | None, weight: Tensor, shortcut: Tensor | None, out: Tensor | None
+    ) -> Tensor:
         """Take the gradient back through the convolution of the next block."""
         assert above is not None
-        return self.kernels.convolve(above, weight, turned=True, out=out)
+        return self.kernels.convolve(above, weight, turned=True, out=out, add=shortcut, stride=block.stride)
 
     def _weight(self, name: str) -> Tensor:
         return self.stacks[f"{name}.weight"].to(self.compute)
 
-    def _forward(self, block: Block, weight: Tensor, x: Tensor) -> "Saved":
-        """Run one block with the batch's own statistics, and let the running ones follow."""
-        convolved = self.kernels.convolve(x, weight, channels=block.inputs)
+    def _forward(self, block: Block, weights: Mapping[Convolution, Tensor], x: Tensor, before: Tensor) -> Saved:
+        """Run one block with the batch's own statistics; `before` is what the last block read."""
+        own = self._normed(block, weights[block], x)
+        projected = (
+            None if block.projection is None else self._normed(block.projection, weights[block.projection], before)
+        )
+        add = before if block.residual else None
+        if projected is not None:
+            add = self.kernels.scale_shift(projected.convolved, projected.scale, projected.shift, relu=False)
+        active = self.kernels.scale_shift(own.convolved, own.scale, own.shift, add)
+        left, winners = self.kernels.pool(active, block.pool) if block.pool else (active, None)
+        return Saved(x, own, active, left, winners, None if projected is None else before, projected)
+
+    def _normed(self, part: Convolution, weight: Tensor, x: Tensor) -> Normed:
+        """Run a convolution, take the statistics of what it gives, and let the running ones follow."""
+        convolved = self.kernels.convolve(x, weight, channels=part.inputs, stride=part.stride)
         mean, variance = self.kernels.moments(convolved)
-        inverse = torch.rsqrt(variance + block.epsilon)
-        scale = self.stacks[f"{block.norm}.weight"] * inverse
-        active = self.kernels.scale_shift_relu(convolved, scale, self.stacks[f"{block.norm}.bias"] - mean * scale)
+        inverse = torch.rsqrt(variance + part.epsilon)
+        scale = self.stacks[f"{part.norm}.weight"] * inverse
         rows = convolved.shape[1:4].numel()
         # The convolution's bias leaves no trace behind a batch norm but in its running mean.
-        whole = mean + self.stacks[f"{block.convolution}.bias"] if block.bias else mean
-        self.stacks[f"{block.norm}.running_mean"].lerp_(whole, block.momentum)
-        self.stacks[f"{block.norm}.running_var"].lerp_(variance * (rows / (rows - 1)), block.momentum)
-        left, winners = self.kernels.pool(active) if block.pool else (active, None)
-        return Saved(x, convolved, active, left, winners, mean, inverse, scale)
+        whole = mean + self.stacks[f"{part.convolution}.bias"] if part.bias else mean
+        self.stacks[f"{part.norm}.running_mean"].lerp_(whole, part.momentum)
+        self.stacks[f"{part.norm}.running_var"].lerp_(variance * (rows / (rows - 1)), part.momentum)
+        return Normed(convolved, mean, inverse, scale, self.stacks[f"{part.norm}.bias"] - mean * scale)
 
     def _exit(
         self, features: Tensor, targets: Tensor, draws: Draws, gradients: dict[str, Tensor], exits: Exits
@@ -117,23 +149,42 @@ class Training(Network):
                 gradients[f"{layer.name}.bias"] = bias
         return gradient
 
-    def _backward(self, block: Block, kept: "Saved", gradient: Tensor, gradients: dict[str, Tensor]) -> Tensor:
-        """Go back through a block to what its convolution gave; note the gradients of its parameters."""
-        g = gradient if kept.winners is None else self.kernels.unpool(kept.winners, gradient)
-        total, product = self.kernels.norm_sums(g, kept.active, kept.convolved)
-        slope = (product - kept.mean * total) * kept.inverse  # Σ g · x̂
-        gradients[f"{block.norm}.weight"] = slope
-        gradients[f"{block.norm}.bias"] = total
-        rows = kept.convolved.shape[1:4].numel()
+    def _unpooled(self, block: Block, kept: Saved, gradient: Tensor) -> Tensor:
+        return gradient if kept.winners is None else self.kernels.unpool(kept.winners, gradient, block.pool)
+
+    def _backward(
+        self, part: Convolution, x: Tensor, normed: Normed, active: Tensor, g: Tensor, gradients: dict[str, Tensor]
+    ) -> Tensor:
+        """Go back through ReLU and norm layer to what a convolution gave; note the gradients of their parameters."""
+        total, product = self.kernels.norm_sums(g, active, normed.convolved)
+        slope = (product - normed.mean * total) * normed.inverse  # Σ g · x̂
+        gradients[f"{part.norm}.weight"] = slope
+        gradients[f"{part.norm}.bias"] = total
+        rows = normed.convolved.shape[1:4].numel()
         # dx = scale · (g − Σ g / M − x̂ · Σ g x̂ / M), with x̂ = (x − mean) · inverse, sorted by what it multiplies.
-        b = -kept.scale * kept.inverse * slope / rows
-        c = -kept.scale * total / rows - b * kept.mean
-        dx = self.kernels.norm_gradient(g, kept.active, kept.convolved, kept.scale, b, c)
-        gradients[f"{block.convolution}.weight"] = self.kernels.weight_gradient(kept.x, dx)
-        if block.bias:
+        b = -normed.scale * normed.inverse * slope / rows
+        c = -normed.scale * total / rows - b * normed.mean
+        dx = self.kernels.norm_gradient(g, active, normed.convolved, normed.scale, b, c)
+        gradients[f"{part.convolution}.weight"] = self.kernels.weight_gradient(x, dx, part.kernel, part.stride)
+        if part.bias:
             # What a batch norm subtracts again has no gradient.
-            gradients[f"{block.convolution}.bias"] = torch.zeros_like(total)
+            gradients[f"{part.convolution}.bias"] = torch.zeros_like(total)
         return dx
+
+    def _shortcut_back(
+        self,
+        block: Block,
+        kept: Saved,
+        weights: Mapping[Convolution, Tensor],
+        gradient: Tensor,
+        gradients: dict[str, Tensor],
+    ) -> Tensor:
+        """Take the gradient behind a block's ReLU back along its shortcut."""
+        part = block.projection
+        if part is None or kept.projected is None or kept.before is None:
+            return gradient * (kept.active > 0)
+        dx = self._backward(part, kept.before, kept.projected, kept.active, gradient, gradients)
+        return self.kernels.convolve(dx, weights[part], turned=True, stride=part.stride)
 
     def _descend(self, gradients: dict[str, Tensor]) -> None:
         """Take the step: v ← momentum · v + g + decay · w, w ← w − rate · v."""
