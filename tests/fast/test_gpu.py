@@ -136,6 +136,22 @@ def test_pool_and_its_gradient(triton, size, dtype, window):
     assert error(back, TorchKernels().unpool(winning, gradient, window)) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+def test_averages(triton, size, dtype, parts):
+    _, _, side, _, channels = size
+    if side % parts:
+        pytest.skip("does not divide")
+    x = images(size, channels, dtype, seed=5)
+    gradient = draw(*size[:2], parts * parts * channels, seed=6, dtype=dtype)
+    one, two = on_gpu(dtype, x, gradient)
+    plain = TorchKernels()
+    assert error(triton.average(one, parts), plain.average(x, parts)) < TOLERANCE[dtype]
+    for weight, masked in ((0.0, False), (0.3, True)):
+        out = torch.empty_like(one)
+        assert triton.average_gradient(two, one, parts, weight, masked, out) is out
+        assert error(out, plain.average_gradient(gradient, x, parts, weight, masked)) < TOLERANCE[dtype]
+
+
 def test_norms(triton, size, dtype):
     clients, _, _, _, channels = size
     x, gradient, active = (images(size, channels, dtype, seed=seed) for seed in (7, 8, 9))

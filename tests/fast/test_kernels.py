@@ -164,6 +164,23 @@ def test_what_taps_send_is_gathered_as_the_turned_convolution_does(weight):
     torch.testing.assert_close(gathered(spread, 5), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("side", "masked"), [(1, False), (2, True), (4, True)])
+def test_averages_and_their_gradient(side, masked):
+    x, gradient = draw(2, 3, 4, 4, 5), draw(2, 3, side * side * 5, seed=1)
+    found = KERNELS.average(x, side)
+    out = torch.empty_like(x)
+    back = KERNELS.average_gradient(gradient, x, side, 0.3, masked, out)
+    assert back is out
+    for client in range(2):
+        source = x[client].clone().requires_grad_()
+        means = F.adaptive_avg_pool2d(plain(source), side).permute(0, 2, 3, 1).flatten(1)
+        torch.testing.assert_close(found[client], means.detach())
+        ((means * gradient[client]).sum() + 0.15 * source.square().sum()).backward()
+        assert source.grad is not None
+        expected = source.grad * (x[client] > 0) if masked else source.grad
+        torch.testing.assert_close(back[client], expected)
+
+
 def test_moments(x):
     x = 3 * x + 2
     mean, variance = KERNELS.moments(x)

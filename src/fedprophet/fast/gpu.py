@@ -292,6 +292,53 @@ def _unpool_overlapping(winner_ptr, g_ptr, y_ptr, total, height, width, channels
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _average(x_ptr, y_ptr, height, width, channels, side, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr):
+    """The mean over one part of one image."""
+    part, column = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    lines, across = height // side, width // side
+    sample, place = part // (side * side), part % (side * side)
+    corner = (sample * height + (place // side) * lines) * width + (place % side) * across
+    c = column * BLOCK_C + tl.arange(0, BLOCK_C)
+    total = tl.zeros((BLOCK_C,), dtype=tl.float32)
+    for start in range(0, lines * across, BLOCK_P):
+        p = start + tl.arange(0, BLOCK_P)
+        at = (corner + (p // across) * width + p % across)[:, None] * channels + c[None, :]
+        real = (p < lines * across)[:, None] & (c < channels)[None, :]
+        total += tl.sum(tl.load(x_ptr + at, mask=real, other=0.0).to(tl.float32), axis=0)
+    mean = total / (lines * across)
+    tl.store(y_ptr + part * channels + c, mean.to(y_ptr.dtype.element_ty), mask=c < channels)
+
+
+@triton.jit
+def _average_gradient(
+    g_ptr,
+    x_ptr,
+    y_ptr,
+    total,
+    height,
+    width,
+    channels,
+    side,
+    weight,
+    MASKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < total
+    c, rest = at % channels, at // channels
+    w, rest = rest % width, rest // width
+    h, n = rest % height, rest // height
+    lines, across = height // side, width // side
+    part = (n * side + h // lines) * side + w // across
+    g = tl.load(g_ptr + part * channels + c, mask=inside, other=0.0).to(tl.float32) / (lines * across)
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    y = g + weight * x
+    if MASKED:
+        y = tl.where(x > 0, y, 0.0)
+    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
 @triton.jit(do_not_specialize=["rows", "clients", "steps"])
 def _sums(
     x_ptr,
@@ -586,6 +633,27 @@ class TritonKernels:
         # Windows that lie apart write what is theirs; where they overlap, positions ask them.
         kernel, total = (_unpool, gradient.numel()) if side == 2 else (_unpool_overlapping, y.numel())
         kernel[(triton.cdiv(total, BLOCK),)](winners, gradient, y, total, 2 * height, 2 * width, channels, BLOCK)
+        return y
+
+    def average(self, x: Tensor, side: int) -> Tensor:
+        assert x.is_contiguous()
+        clients, samples, height, width, channels = x.shape
+        y = x.new_empty((clients, samples, side * side * channels))
+        block_c = min(64, triton.next_power_of_2(channels))
+        grid = (clients * samples * side * side, triton.cdiv(channels, block_c))
+        _average[grid](x, y, height, width, channels, side, ROWS, block_c)
+        return y
+
+    def average_gradient(
+        self, gradient: Tensor, x: Tensor, side: int, weight: float, masked: bool, out: Tensor | None = None
+    ) -> Tensor:
+        y, gradient, total = torch.empty_like(x) if out is None else out, gradient.contiguous(), x.numel()
+        assert x.is_contiguous()
+        assert y.is_contiguous()
+        height, width, channels = x.shape[2:]
+        _average_gradient[(triton.cdiv(total, BLOCK),)](
+            gradient, x, y, total, height, width, channels, side, weight, masked, BLOCK
+        )
         return y
 
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:

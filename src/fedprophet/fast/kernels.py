@@ -86,6 +86,14 @@ class Kernels(Protocol):
     def unpool(self, winners: Tensor, gradient: Tensor, side: int = 2) -> Tensor:
         """Return the gradient of a ReLU and such a max-pool."""
 
+    def average(self, x: Tensor, side: int) -> Tensor:
+        """Return the means over side × side equal parts of each image: K×N×(side·side·C)."""
+
+    def average_gradient(
+        self, gradient: Tensor, x: Tensor, side: int, weight: float, masked: bool, out: Tensor | None = None
+    ) -> Tensor:
+        """Return the gradient of `average` plus weight · x, for images x; `masked`: where x > 0. `out` takes it."""
+
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and (biased) variance over samples and positions."""
 
@@ -163,6 +171,21 @@ class TorchKernels:
             seen = total[:, :, place // side :: 2, place % side :: 2][:, :, :h, :w]
             seen += gradient * (winners == place)
         return total[:, :, border:, border:].contiguous()
+
+    def average(self, x: Tensor, side: int) -> Tensor:
+        k, n, h, w, c = x.shape
+        parts = x.float().view(k, n, side, h // side, side, w // side, c)
+        return parts.mean(dim=(3, 5)).to(x.dtype).view(k, n, -1)
+
+    def average_gradient(
+        self, gradient: Tensor, x: Tensor, side: int, weight: float, masked: bool, out: Tensor | None = None
+    ) -> Tensor:
+        k, n, h, w, c = x.shape
+        lines, across = h // side, w // side
+        parts = (gradient.float() / (lines * across)).view(k, n, side, 1, side, 1, c)
+        total = weight * x.float() + parts.expand(k, n, side, lines, side, across, c).reshape(x.shape)
+        total = (total * (x > 0) if masked else total).to(x.dtype)
+        return total if out is None else out.copy_(total)
 
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
         variance, mean = torch.var_mean(x.float(), dim=(1, 2, 3), correction=0)

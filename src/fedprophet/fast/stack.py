@@ -21,6 +21,8 @@ from fedprophet.fast.program import Block, Convolution, Dense, Exits, Ladder, Pr
 Tensors = Mapping[str, Tensor]
 Uniform = Callable[[str, tuple[int, ...]], Tensor]
 """Returns numbers from [0, 1) under a name."""
+AtExit = Callable[[Exits, Tensor, bool, Tensor | None], Tensor]
+"""Returns the gradient of a feature at its exit; whether only where the feature is above 0, and where to write it."""
 
 
 SMALL = 4
@@ -164,22 +166,25 @@ class Network:
 
     def pooled(self, exits: Exits, feature: Tensor) -> Tensor:
         """Return the feature as the first dense layer of an exit reads it: K×N×inputs."""
-        k, n, h, w, c = feature.shape
         side = exits.program.side
-        if side is not None and side != h:
-            feature = feature.float().view(k, n, side, h // side, side, w // side, c).mean(dim=(3, 5))
-        return feature.reshape(k, n, -1).to(self.compute)
+        return feature.flatten(2) if side in (None, feature.shape[2]) else self.kernels.average(feature, side)
 
-    def unpooled(self, exits: Exits, gradient: Tensor, feature: Tensor) -> Tensor:
-        """Return the gradient of `pooled` with respect to the feature."""
-        k, n, h, w, c = feature.shape
-        side = exits.program.side
-        if side is None or side == h:
-            return gradient.reshape(feature.shape)
-        share = (h // side) * (w // side)
-        g = (gradient.float() / share).to(self.compute).view(k, n, side, 1, side, 1, c)
-        # Kernels read memory: what is repeated must lie there as often.
-        return g.expand(k, n, side, h // side, side, w // side, c).reshape(feature.shape).contiguous()
+    def exit_gradient(
+        self,
+        exits: Exits,
+        gradient: Tensor,
+        feature: Tensor,
+        strong_convexity: float,
+        masked: bool = False,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Return the gradient of the feature, given that of what the first dense layer read.
+
+        The strong-convexity term belongs to auxiliary heads alone. `masked`: where the feature is above 0.
+        """
+        weight = strong_convexity if exits.program.convex else 0.0
+        side = exits.program.side or feature.shape[2]
+        return self.kernels.average_gradient(gradient, feature, side, weight, masked, out)
 
     def leaving(self, depth: int) -> list[Exits]:
         """Return the exits after so many blocks."""
@@ -191,18 +196,18 @@ def joined(
     leaving: Sequence[Exits],
     above: Tensor | None,
     deeper: Callable[[Tensor | None], Tensor],
-    here: Callable[[Exits], Tensor],
+    here: Callable[[Exits, Tensor | None], Tensor],
 ) -> Tensor:
     """Return the gradient where some clients leave and those in front of them go on: `deeper` writes the latter's."""
     if not leaving:
         return deeper(None)
     if above is None and len(leaving) == 1:
-        return here(leaving[0])
+        return here(leaving[0], None)
     gradient = torch.empty_like(like)
     if above is not None:
         deeper(gradient[: len(above)])
     for exits in leaving:
-        gradient[exits.low : exits.high] = here(exits)
+        here(exits, gradient[exits.low : exits.high])
     return gradient
 
 
@@ -324,25 +329,26 @@ class Folded(Network):
     def loss_gradient(self, z: Tensor, targets: Tensor, strong_convexity: float) -> Tensor:
         """Return the gradient of each sample's loss with respect to its prepared input; `targets` are one-hot."""
 
-        def at(exits: Exits, feature: Tensor) -> Tensor:
+        def at(exits: Exits, feature: Tensor, masked: bool, out: Tensor | None) -> Tensor:
             run = self._exit(exits, feature)
             gradient = (run.scores.softmax(dim=2) - targets[exits.low : exits.high]).to(self.compute)
             weights, _ = self._layers(exits)
             gradient, _ = dense_backward(exits.program.dense, weights, run, gradient, parameters=False)
-            gradient = self.unpooled(exits, gradient, feature)
-            if exits.program.convex and strong_convexity:
-                gradient = gradient.add(feature, alpha=strong_convexity)
-            return gradient
+            return self.exit_gradient(exits, gradient, feature, strong_convexity, masked, out)
 
         return self._gradient(z, at)
 
     def shift_gradient(self, z: Tensor, clean: Tensor) -> Tensor:
         """Return the gradient of ‖f(z) − f‖² with respect to prepared inputs, where f are the clean features."""
-        return self._gradient(
-            z, lambda exits, feature: (2 * (feature.float() - clean[exits.low : exits.high].float())).to(self.compute)
-        )
 
-    def _gradient(self, z: Tensor, at: Callable[[Exits, Tensor], Tensor]) -> Tensor:
+        def at(exits: Exits, feature: Tensor, masked: bool, out: Tensor | None) -> Tensor:
+            found = 2 * (feature.float() - clean[exits.low : exits.high].float())
+            found = (found * (feature > 0) if masked else found).to(self.compute)
+            return found if out is None else out.copy_(found)
+
+        return self._gradient(z, at)
+
+    def _gradient(self, z: Tensor, at: AtExit) -> Tensor:
         """Run all blocks, ask for the gradient at every exit, and go back to the input."""
         saved: list[tuple[Tensor, Tensor | None]] = []
         before = z
@@ -370,7 +376,7 @@ class Folded(Network):
         above: Tensor | None,
         left: Tensor,
         winners: Tensor | None,
-        at: Callable[[Exits, Tensor], Tensor],
+        at: AtExit,
         shortcut: Tensor | None,
     ) -> Tensor:
         """Return the gradient behind a block for all clients that have it: from the next block, and from exits."""
@@ -381,10 +387,8 @@ class Folded(Network):
             assert above is not None
             return self._back(number + 1, above, None if mask is None else mask[: len(above)], out, shortcut)
 
-        def here(exits: Exits) -> Tensor:
-            clients = slice(exits.low, exits.high)
-            found = at(exits, left[clients])
-            return found if mask is None else found * (mask[clients] > 0)
+        def here(exits: Exits, out: Tensor | None) -> Tensor:
+            return at(exits, left[exits.low : exits.high], mask is not None, out)
 
         return joined(left, self.leaving(number + 1), above, deeper, here)
 

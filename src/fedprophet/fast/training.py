@@ -123,7 +123,13 @@ class Training(Network):
         return Normed(convolved, mean, inverse, scale, self.stacks[f"{part.norm}.bias"] - mean * scale)
 
     def _exit(
-        self, features: Tensor, targets: Tensor, draws: Draws, gradients: dict[str, Tensor], exits: Exits
+        self,
+        features: Tensor,
+        targets: Tensor,
+        draws: Draws,
+        gradients: dict[str, Tensor],
+        exits: Exits,
+        out: Tensor | None,
     ) -> Tensor:
         """Return the gradient of the mean loss with respect to the feature, and note those of the dense layers."""
         clients = slice(exits.low, exits.high)
@@ -133,21 +139,19 @@ class Training(Network):
         run = dense_forward(
             dense, weights, biases, self.pooled(exits, feature), partial(draws.uniform, first=exits.low)
         )
-        samples = targets.shape[1]
+        samples, mu = targets.shape[1], self.hyper.strong_convexity
         loss = -(run.scores.log_softmax(dim=2) * targets).sum(dim=(1, 2)) / samples
+        if exits.program.convex:
+            norms = torch.linalg.vector_norm(feature.flatten(1), dim=1, dtype=torch.float32)
+            loss = loss + 0.5 * mu * norms.square() / samples
+        self.losses[clients] += loss
         gradient = ((run.scores.softmax(dim=2) - targets) / samples).to(self.compute)
         gradient, found = dense_backward(dense, weights, run, gradient)
-        gradient = self.unpooled(exits, gradient, feature)
-        if exits.program.convex:
-            mu, wide = self.hyper.strong_convexity, feature.float()
-            loss = loss + 0.5 * mu * wide.square().flatten(1).sum(dim=1) / samples
-            gradient = gradient + (mu / samples * wide).to(self.compute)
-        self.losses[clients] += loss
         for layer, (weight, bias) in zip(dense, found, strict=True):
             gradients[f"{layer.name}.weight"] = weight
             if layer.bias:
                 gradients[f"{layer.name}.bias"] = bias
-        return gradient
+        return self.exit_gradient(exits, gradient, feature, mu / samples, out=out)
 
     def _unpooled(self, block: Block, kept: Saved, gradient: Tensor) -> Tensor:
         return gradient if kept.winners is None else self.kernels.unpool(kept.winners, gradient, block.pool)
