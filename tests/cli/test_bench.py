@@ -106,8 +106,19 @@ def test_mistakes_are_said_in_a_sentence(cli, flags, mistake):
 def test_a_file_in_the_place_of_the_folder_is_found_before_anything_is_measured(cli, tmp_path):
     (tmp_path / "there").write_text("mine")
     began = time.monotonic()
-    assert "there is a file. Give a folder with --out" in cli("bench", "--out", "there").error
+    for arguments in ([], ["--growth"]):
+        assert "there is a file. Give a folder with --out" in cli("bench", *arguments, "--out", "there").error
+        assert "there is a file. Give a folder with --out" in cli("bench", *arguments, "--out", "there/below").error
+        said = cli("bench", *arguments, "--out", "x" * 300)
+        assert f"cannot write in {'x' * 300}: File name too long. " in said.error
+        assert said.out == ""
     assert time.monotonic() - began < 5
+
+
+def test_a_mistake_elsewhere_leaves_no_folder_behind(cli, tmp_path):
+    assert cli("bench", "--only", "nothing", "--out", "there").code == 2
+    assert cli("bench", "--growth", "--sizes", "few", "--out", "there").code == 2
+    assert not (tmp_path / "there").exists()
 
 
 def test_the_help_has_examples(cli):

@@ -1,12 +1,14 @@
 """`fedprophet compare` as a person and as a program call it."""
 
 import csv
+import errno
 import importlib.util
 import json
 
 import pytest
 from rich.console import Console
 
+from fedprophet.cli import out
 from fedprophet.cli.compare import _show
 from fedprophet.report.compare import PAPER_NAMES, compare
 from fedprophet.runs.config import load_config, to_toml
@@ -127,12 +129,36 @@ def test_mistakes_are_said_in_a_sentence(cli, pair, tmp_path):
     assert cli("compare").code == 2
 
 
+@pytest.mark.parametrize("as_json", [[], ["--json"]])
+def test_a_folder_that_cannot_be_written_to_is_refused_before_anything_is_printed(cli, pair, tmp_path, as_json):
+    (tmp_path / "file").write_text("")
+    below = cli("compare", *pair, "--out", "file/below", "--no-plot", *as_json)
+    assert "file is a file. Give a folder with --out" in below.error
+    name = "x" * 300
+    wrong = cli("compare", *pair, "--out", name, "--no-plot", *as_json)
+    assert f"cannot write in {name}: File name too long. Make it writable or give another" in wrong.error
+    assert below.out == wrong.out == ""
+
+
+def test_a_folder_without_the_right_to_write_is_refused(cli, pair, tmp_path, monkeypatch):
+    """Simulated, since there is nothing that root may not do."""
+    (tmp_path / "out").mkdir()
+
+    def denied(dir):
+        raise PermissionError(errno.EACCES, "Permission denied", str(dir))
+
+    monkeypatch.setattr(out, "TemporaryFile", denied)
+    said = cli("compare", *pair, "--out", "out", "--no-plot")
+    assert "cannot write in out: Permission denied. Make it writable or give another folder" in said.error
+    assert (said.out, list((tmp_path / "out").iterdir())) == ("", [])
+
+
 def test_the_same_folder_twice_and_a_run_that_is_not_finished(cli, pair, write_run):
     write_run("begun", "fedrbn", finished=False)
-    out = cli("compare", *pair, "./jfat", "begun").out
-    assert "- jfat is given more than once: it counts once" in out
-    assert "begun is not finished: 1 rounds so far" in out
-    assert "| FedRBN (seed 0, 1 rounds so far) |" in out
+    page = cli("compare", *pair, "./jfat", "begun").out
+    assert "- jfat is given more than once: it counts once" in page
+    assert "begun is not finished: 1 rounds so far" in page
+    assert "| FedRBN (seed 0, 1 rounds so far) |" in page
 
 
 @pytest.mark.parametrize("width", [120, 80])

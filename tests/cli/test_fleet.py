@@ -28,8 +28,10 @@ def document(*arguments):
 def test_json_of_a_balanced_pool():
     answer = document("cifar10")
     assert list(answer) == [
-        "pool", "description", "exponent", "seed", "clients", "performance", "budget_bytes", "devices", "available",
+        "pool", "description", "exponent", "seed", "round", "clients", "performance", "budget_bytes",
+        "devices", "available",
     ]  # fmt: skip
+    assert answer["round"] == 1
     assert (answer["pool"], answer["exponent"], answer["seed"], answer["clients"]) == ("cifar10", 0.0, 0, 100)
     assert len(answer["devices"]) == 10
     assert answer["devices"][3] | {"clients": 0} == {
@@ -79,6 +81,20 @@ def test_tables_for_people():
     assert "What 50 clients can spare" in result.stdout
     assert all(name in result.stdout for name in ("lowest", "median", "highest"))
     assert "…" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ([], "Drawn with seed 0 for round 1, exponent 0, performance uniform, no budget."),
+        (
+            ["--seed", "7", "--exponent", "-1.6", "--performance", "apps", "--budget", "60MB"],
+            "Drawn with seed 7 for round 1, exponent -1.6, performance apps, budget 60.0 MB.",
+        ),
+    ],
+)
+def test_a_line_says_which_draw_it_is(arguments, line):
+    assert call("cifar10", *arguments).stdout.splitlines()[-1] == line
 
 
 def test_a_pool_to_copy(tmp_path):

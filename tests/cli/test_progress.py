@@ -159,7 +159,8 @@ def test_closing_words_of_a_baseline(memory, text):
         text,
         "Best round (3): clean 50.0 %, PGD 25.0 %.",
         "Last round (7): clean 12.5 %, PGD 0.0 %.",
-        "On the devices of the pool it would have taken 1:05: computation 0:05, storage access 1:00 (simulated).",
+        "On the devices of the pool it would have taken 0:01:05: computation 0:00:05, "
+        "storage access 0:01:00 (simulated).",
         "Rounds: 7, seed 1.",
         "Files: runs/one",
     ]
@@ -253,6 +254,7 @@ def test_accuracies_stay_until_the_next_evaluation(session):
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (65, "1:05"), (7420, "2:03:40")])
 def test_duration(seconds, text):
     assert duration(seconds) == text
+    assert duration(seconds, with_hours=True) == (text if seconds > 3600 else f"0:{text:0>5}")
 
 
 def test_percent():

@@ -12,6 +12,8 @@ from fedprophet.client.statistics import ADVERSARIAL
 from fedprophet.client.task import SERVER, Resources
 from fedprophet.data.dataset import from_tensors
 from fedprophet.errors import ModelError
+from fedprophet.fleet.network import Link, draw_link
+from fedprophet.methods import base
 from fedprophet.methods.fedrbn import propagate, similarity
 from fedprophet.runs.results import Evaluator, exported_model
 from fedprophet.runs.run import start
@@ -93,6 +95,43 @@ def test_time_is_that_of_the_whole_model_and_attacks_take_theirs(played):
             work = 2 * (1 + steps) * 2 * world.cost.total_flops
             assert time["computation_s"] == pytest.approx(work / report.resources.performance)
             assert time["memory_bytes"] == world.cost.total_memory
+
+
+def bytes_of(tensors):
+    return sum(4 * tensor.numel() if tensor.is_floating_point() else 8 for tensor in tensors.values())
+
+
+def test_statistics_that_a_client_receives_take_their_time_too(played):
+    """Two floats for each channel of each norm layer, and the latency both ways once more."""
+    channels = sum(m.num_features for m in played.session.world.chain.modules() if isinstance(m, nn.BatchNorm2d))
+    assert channels > 0
+    receivers = 0
+    for number in (1, 2, 3):
+        attacked = played.records[number - 1]["attacked"]
+        for task, update in zip(*played.of(number, "train"), strict=True):
+            link = draw_link(0, number, update.client)
+            up = bytes_of(update.parameters) + bytes_of(update.local)
+            seconds = 8 * bytes_of(task.parameters) / link.download + 8 * up / link.upload + 2 * link.latency
+            if attacked and update.client not in attacked:
+                seconds += 8 * (2 * 4 * channels) / link.download + 2 * link.latency
+                receivers += 1
+            found = played.records[number - 1]["times"][str(update.client)]["communication_s"]
+            assert found == pytest.approx(seconds, rel=1e-12)
+    assert receivers > 0
+
+
+def test_a_further_exchange_by_hand(played, monkeypatch):
+    """500 floats down at 2 kB/s take 1 s, 250 up at 1 kB/s another; the latency of 0.25 s counts twice."""
+    monkeypatch.setattr(base, "draw_link", lambda *_: Link("hand", 8e3, 16e3, 0.25))
+    (task, *_), (update, *_) = played.of(2, "adopt")
+    tasks = [replace(task, client=client, parameters={"a": torch.zeros(500)}) for client in (1, 2, 3, 4)]
+    answers = [replace(update, client=1, parameters={}), replace(update, client=2, parameters={"a": torch.zeros(250)})]
+    answers += [replace(update, client=4), replace(update, client=5)]
+    times = {name: {"computation_s": 7.0, "communication_s": 10.0} for name in ("1", "2", "3", "5")}
+    played.session.world.add_communication(times, tasks, answers)
+    # 3 has not answered, 4 has no time of its own, 5 was not asked.
+    assert {name: time["communication_s"] for name, time in times.items()} == {"1": 11.5, "2": 12.5, "3": 10, "5": 10}
+    assert all(time["computation_s"] == 7.0 for time in times.values())
 
 
 # Propagation ---------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from fedprophet.bench import growth, machine, report, rounds
 from fedprophet.bench.report import Document, TextTable
+from fedprophet.cli.out import open_folder
 from fedprophet.errors import ConfigError, unknown
 from fedprophet.runs.files import write_atomic_all
 
@@ -65,15 +66,15 @@ def bench_command(
 
       fedprophet bench --growth
     """
-    if out is not None and out.exists() and not out.is_dir():
-        raise ConfigError(f"{out} is a file. Give a folder with --out")
     if quick and preset is not None:
         raise ConfigError(f"--quick is {SMALL}: leave --preset out, or --quick")
     overrides = tuple(settings or ())
     if growth_:
         unfit = {"--only": only != ALL, "--stages": stages, "--engine": engine, "--no-plain": not plain}
         _check_growth({**unfit, "--real-data": real_data})
-        found, page = _growth(preset, overrides, _numbers("--sizes", sizes), repeat, quick)
+        populations = _numbers("--sizes", sizes)
+        _open(out)
+        found, page = _growth(preset, overrides, populations, repeat, quick)
         _show(found, page, out, "growth", json_)
         return
     if sizes is not None:
@@ -88,8 +89,15 @@ def bench_command(
         _engines(engine, plain, overrides),
         real_data,
     )
+    _open(out)
     found, page = _rounds(wanted, out)
     _show(found, page, out, "bench", json_)
+
+
+def _open(out: Path | None) -> None:
+    """Refuse a folder that cannot be written to: a measurement takes minutes."""
+    if out is not None:
+        open_folder(out)
 
 
 @contextmanager

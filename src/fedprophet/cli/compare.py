@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fedprophet.errors import ConfigError
+from fedprophet.cli.out import open_folder
 from fedprophet.report.compare import Comparison, compare
 from fedprophet.report.figures import check_plots, comparison_png
 from fedprophet.report.notes import reading, setting_notes
@@ -47,9 +47,11 @@ def compare_command(
 
       fedprophet compare runs/digits-jfat-1 runs/digits-fedprophet-1 --out comparison
     """
-    if out is not None:
-        _check_out(out, plot)
+    if out is not None and plot:
+        check_plots()
     comparison = compare(runs)
+    if out is not None:
+        open_folder(out)  # before anything is printed, and only for runs that can be read
     console = Console(highlight=False)
     if json_:
         typer.echo(json.dumps(document(comparison), indent=2))
@@ -59,14 +61,6 @@ def compare_command(
         typer.echo(markdown(comparison), nl=False)
     if out is not None:
         typer.echo(f"written: {', '.join(map(str, _write(comparison, out, plot)))}", err=True)
-
-
-def _check_out(out: Path, plot: bool) -> None:
-    """Find what would stop the writing before anything is done."""
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"{out} is a file. Give a folder with --out")
-    if plot:
-        check_plots()
 
 
 def _write(comparison: Comparison, out: Path, plot: bool) -> list[Path]:

@@ -68,17 +68,18 @@ def show_command(
         return
     minimum = 0 if budget is None else parse_size(budget)
     sample = _draw(found, clients, exponent, seed, Availability(performance), minimum)
+    settings = {
+        "exponent": exponent,
+        "seed": seed,
+        "round": ROUND,
+        "clients": clients,
+        "performance": performance,
+        "budget_bytes": minimum,
+    }
     if json_:
-        settings = {
-            "exponent": exponent,
-            "seed": seed,
-            "clients": clients,
-            "performance": performance,
-            "budget_bytes": minimum,
-        }
         typer.echo(json.dumps(_document(found, settings, sample), indent=2))
     else:
-        _show(found, exponent, sample)
+        _show(found, settings, sample)
 
 
 def _draw(pool: Pool, clients: int, exponent: float, seed: int, availability: Availability, minimum: int) -> Sample:
@@ -108,8 +109,8 @@ def _document(pool: Pool, settings: dict[str, Any], sample: Sample) -> dict[str,
     }
 
 
-def _show(pool: Pool, exponent: float, sample: Sample) -> None:
-    console = Console(highlight=False)
+def _show(pool: Pool, settings: dict[str, Any], sample: Sample) -> None:
+    console, exponent = Console(highlight=False), settings["exponent"]
     devices = Table(title=f"Device pool {pool.name}, exponent {exponent:g}", caption=pool.description)
     devices.add_column("Device")
     for heading in ("Performance", "Memory", "Storage", "Probability", "Clients"):
@@ -131,6 +132,16 @@ def _show(pool: Pool, exponent: float, sample: Sample) -> None:
     for name in QUANTILES:
         free.add_row(name, _flops(performance[name]), format_size(round(memory[name])))
     console.print(free)
+    console.print(_which(settings), soft_wrap=True)
+
+
+def _which(settings: dict[str, Any]) -> str:
+    """Say which draw this is: everything that decides it, but for the pool and the number of clients."""
+    budget = settings["budget_bytes"]
+    return (
+        f"Drawn with seed {settings['seed']} for round {settings['round']}, exponent {settings['exponent']:g}, "
+        f"performance {settings['performance']}, {f'budget {format_size(budget)}' if budget else 'no budget'}."
+    )
 
 
 def _flops(performance: float) -> str:

@@ -43,11 +43,11 @@ def percent(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.1f} %"
 
 
-def duration(seconds: float) -> str:
-    """Return a time span for people: `1:05` or `2:03:40`."""
+def duration(seconds: float, with_hours: bool = False) -> str:
+    """Return a time span for people: `1:05` or `2:03:40`; with hours in any case, `0:01:05`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return f"{hours}:{minutes:02}:{rest:02}" if hours or with_hours else f"{minutes}:{rest:02}"
 
 
 class _Clock:
@@ -312,9 +312,11 @@ def _remarks(results: Mapping[str, Any]) -> Iterator[str]:
         yield from (_reached(name, results[name]) for name in ("best", "last"))
     time = results.get("simulated")
     if time is not None:
+        # Days or seconds, so hours are always there: nobody should have to guess what 7:17 is.
+        total, computation, access = (duration(time[f"{part}_s"], True) for part in ("total", "computation", "access"))
         yield (
-            f"On the devices of the pool it would have taken {duration(time['total_s'])}: computation "
-            f"{duration(time['computation_s'])}, storage access {duration(time['access_s'])} (simulated)."
+            f"On the devices of the pool it would have taken {total}: computation {computation}, storage access "
+            f"{access} (simulated)."
         )
     yield from _wire(results)
     yield f"Rounds: {results['rounds']}, seed {results['seed']}."

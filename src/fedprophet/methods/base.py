@@ -16,7 +16,7 @@ from fedprophet.cascade.partition import Module
 from fedprophet.client.modules import ModuleStore
 from fedprophet.client.task import ClientTask, ClientUpdate, LocalTraining, Resources, Timeline
 from fedprophet.fleet.latency import batch_sizes, client_seconds, workload_of
-from fedprophet.fleet.network import draw_link, payload_bytes
+from fedprophet.fleet.network import communication_time, draw_link, payload_bytes
 from fedprophet.randomness import global_rng
 from fedprophet.runs.config import Config
 from fedprophet.server.accuracy import Accuracy, evaluation_fault, personalised
@@ -122,6 +122,20 @@ class World:
         timed = [u for u in updates if u.client in asked and 1 <= u.metrics.get("samples", 0) < math.inf]
         costs = {u.client: cost_of_task(asked[u.client]) if cost_of_task else self.cost for u in timed}
         return {str(u.client): _demand(costs[u.client], asked[u.client], u, available[u.client]) for u in timed}
+
+    def add_communication(
+        self,
+        times: dict[str, dict[str, float]],
+        tasks: Sequence[ClientTask],
+        updates: Sequence[ClientUpdate],
+    ) -> None:
+        """Add a further exchange of the round to the simulated seconds of the clients that took part in it."""
+        asked = {task.client: task for task in tasks}
+        for update in updates:
+            if update.client in asked and str(update.client) in times:
+                link = draw_link(self.config.seed, asked[update.client].round, update.client)
+                received, sent = payload_bytes(asked[update.client].parameters), payload_bytes(update.parameters)
+                times[str(update.client)]["communication_s"] += communication_time(received, sent, link)
 
     def joined(self, current: Parameters, updates: Iterable[Update]) -> Parameters:
         """Join what clients sent by the configured rule: each parameter over those who sent it."""

@@ -80,7 +80,8 @@ class FedRBN(Baseline[BaselineState]):
         found = usable(self.world, tasks, updates, record, self._layers)
         if not found:
             return None
-        yield self._propagation(state, tasks, found)
+        propagation = self._propagation(state, tasks, found)
+        self.world.add_communication(record["times"], propagation, (yield propagation))
         model = self.world.joined(state.model, [(update.weight, update.parameters) for update in found])
         return replace(state, model=model)
 

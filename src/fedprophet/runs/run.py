@@ -99,7 +99,7 @@ class RunFiles:
 
     @property
     def journal(self) -> Path:
-        """One JSON line for each round; the same seed gives the same bytes."""
+        """One JSON line for each round; the same configuration gives the same bytes."""
         return self.path / "journal.jsonl"
 
     @property
