@@ -1,6 +1,7 @@
 """One NVIDIA GPU as the fast engine's device: bf16 or float32, Triton kernels, captured graphs."""
 
 import gc
+import time
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
@@ -15,6 +16,8 @@ from fedprophet.fleet.population import Population
 
 USES_BEFORE = 4
 """So often work is done as it is: kernels are compiled when they first run, and a graph must be used to pay."""
+AHEAD = 1.25
+"""Where the device is busy so many times longer than the host is with asking, launches cost no time."""
 ACTIVATIONS_SHARE, RESIDENT_SHARE, PLANS_SHARE = 0.25, 0.25, 0.25
 """Shares of the device's memory for the activations of one group, and for inputs and plans that stay between rounds."""
 
@@ -55,23 +58,42 @@ def _pool() -> torch.cuda.CUDAGraph:
 
 
 class Captured:
-    """Work on fixed memory. It is done as it is the first times, which compiles and loads its kernels, and is then
-    captured as a graph: all its kernels are launched at once from then on.
+    """Work on fixed memory. It is done as it is the first times, which compiles and loads its kernels. Where the device
+    waits for the host then, it is captured as a graph: all its kernels are launched at once from then on. Where the
+    host is ahead anyway, capturing would only take time.
     """
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work = work
         self._uses = 0
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._host = 0.0
+        self._began, self._ended = _event(), _event()
 
     def __call__(self) -> None:
         self._uses += 1
-        if self._uses <= USES_BEFORE:
-            self._work()
-            return
-        if self._graph is None:
+        if self._graph is None and self._uses > USES_BEFORE and self._waits():
             self._graph = _capture(self._work)
-        self._graph.replay()
+        if self._graph is not None:
+            self._graph.replay()
+        elif self._uses == USES_BEFORE:
+            self._measure()
+        else:
+            self._work()
+
+    def _measure(self) -> None:
+        """Do the work, and note how long the host takes to ask for it and the device to do it."""
+        self._began.record()
+        start = time.perf_counter()
+        self._work()
+        self._host = time.perf_counter() - start
+        self._ended.record()
+
+    def _waits(self) -> bool:
+        """Whether the device had to wait for the host; it is not asked to finish for this."""
+        if not self._ended.query():
+            return False
+        return float(self._began.elapsed_time(self._ended)) / 1e3 < AHEAD * self._host
 
 
 def _capture(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
@@ -92,6 +114,10 @@ def _capture(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
             gc.enable()
     torch.cuda.current_stream().wait_stream(stream)
     return graph
+
+
+def _event() -> Any:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 @cache
