@@ -22,6 +22,7 @@ from fedprophet.deploy.pilot import (
     add_node,
     check_server,
     client_of,
+    clients_of_keys,
     listen_address,
     make_pilot,
     open_pilot,
@@ -258,6 +259,41 @@ def test_a_key_made_on_the_device_brings_no_private_one_here(pilot, tmp_path):
     assert not pilot.folder("node-2").exists()
     with pytest.raises(ConfigError, match="client 5 has a node already"):
         add_node(pilot, client=5)
+
+
+def test_a_key_is_one_nodes(pilot, tmp_path):
+    public = tmp_path / "device.pub"
+    key = pilot.nodes()["node-1"].read_text().split()
+    public.write_text(f"{key[0]} {key[1]} under-another-name")
+    with pytest.raises(DeployError, match=r"node-1\.pub and .*device\.pub hold the same key"):
+        add_node(pilot, client=5, public_key=public)
+    assert list(pilot.nodes()) == ["node-0", "node-1"]
+    assert not pilot.folder("node-5").exists()
+
+
+def test_keys_say_which_client_they_were_made_for(pilot):
+    keys = {client: registered_form(pilot.keys / f"node-{client}.pub") for client in (0, 1)}
+    add_node(pilot, 12)
+    keys[12] = registered_form(pilot.keys / "node-12.pub")
+    (pilot.keys / "stray.pub").write_text("no key")
+    (pilot.keys / "node-01.pub").write_text("no key")
+    assert clients_of_keys(pilot.keys) == {key: client for client, key in keys.items()}
+    remove_node(pilot, "node-0")
+    assert set(clients_of_keys(pilot.keys).values()) == {1, 12}
+
+
+def test_keys_that_cannot_be_read_are_no_absent_ones(pilot):
+    first, second = pilot.nodes().values()
+    kept = second.read_bytes()
+    second.write_bytes(first.read_bytes())
+    with pytest.raises(DeployError, match="hold the same key"):
+        clients_of_keys(pilot.keys)
+    second.write_bytes(kept[:40])
+    with pytest.raises(DeployError, match=r"node-1\.pub is no public key"):
+        clients_of_keys(pilot.keys)
+    pilot.keys.rename(pilot.path / "elsewhere")
+    with pytest.raises(DeployError, match=r"cannot read .*keys, the folder of the nodes' public keys"):
+        clients_of_keys(pilot.keys)
 
 
 def test_nodes_are_in_the_order_of_their_clients(pilot):

@@ -1,6 +1,7 @@
 """The server behind its gate: request by request, and as a real process with TLS and registered keys."""
 
 import asyncio
+import http.client
 import json
 import os
 import shutil
@@ -35,7 +36,7 @@ CONTROL = ["/v1/control/start-run", "/v1/control/register-node", "/v1/runtime/ac
 FLEET = ["/v1/fleet/activate-node", "/v1/fleet/pull-messages", "/health"]
 
 
-def ask(path, client, server=HERE, kind="http"):
+def ask(path, client, server=HERE, kind="http", headers=()):
     """Send a request through the gate; return what came back, "inside" if it was handed on."""
     sent = []
 
@@ -45,7 +46,7 @@ def ask(path, client, server=HERE, kind="http"):
     async def send(event):
         sent.append(event)
 
-    scope = {"type": kind, "path": path, "client": client, "server": server}
+    scope = {"type": kind, "path": path, "client": client, "server": server, "headers": list(headers)}
     asyncio.run(Gate(inside)(scope, None, send))
     return sent
 
@@ -73,6 +74,35 @@ def test_who_hides_is_not_from_here():
     assert not comes_from_here({"server": HERE})
     assert not comes_from_here({"client": ("localhost", 1), "server": HERE})
     assert not comes_from_here({"client": THERE, "server": None})
+
+
+@pytest.mark.parametrize("length", [b"0", b"5243000", b"33554432"])  # arrays come in pieces of 5242880 bytes
+@pytest.mark.parametrize("client", [THERE, ("127.0.0.1", 1)])
+def test_requests_of_nodes_may_be_as_long_as_flowers_pieces(client, length):
+    assert ask(FLEET[0], client, headers=[(b"content-length", length)]) == ["inside"]
+
+
+@pytest.mark.parametrize("client", [THERE, ("127.0.0.1", 1)])
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [(b"content-length", b"33554433")],
+        [(b"content-length", b"9" * 5000)],
+        [(b"content-length", b"-1")],
+        [(b"transfer-encoding", b"chunked")],
+        [(b"content-length", b"5"), (b"transfer-encoding", b"chunked")],
+    ],
+)
+def test_longer_requests_of_nodes_are_refused_before_they_are_read(client, headers):
+    start, body = ask("/v1/fleet/push-object", client, headers=headers)
+    assert start["status"] == 413
+    assert (b"connection", b"close") in start["headers"]
+    assert b"at most 33554432 bytes" in body["body"]
+
+
+def test_runs_on_this_machine_send_whatever_they_have():
+    long = [(b"content-length", b"99999999999")]
+    assert ask("/v1/runtime/push-object", ("127.0.0.1", 1), headers=long) == ["inside"]
 
 
 def test_other_kinds_of_requests():
@@ -109,6 +139,15 @@ def test_the_folder_of_keys_is_who_may_connect(tmp_path, state):
     paths["node-0"].write_bytes(old)
     with pytest.raises(DeployError, match="was registered here before and then removed"):
         register(state, tmp_path)
+
+
+def test_two_names_for_one_key_are_refused(tmp_path, state):
+    public = make_key_pair("node-0").public
+    for name in ("node-0", "node-1"):
+        (tmp_path / f"{name}.pub").write_bytes(public)
+    with pytest.raises(DeployError, match=r"node-0\.pub and .*node-1\.pub hold the same key"):
+        register(state, tmp_path)
+    assert known(state) == {}
 
 
 def test_runs_that_an_earlier_server_left_are_ended(state):
@@ -207,6 +246,14 @@ def test_a_real_server_takes_registered_nodes_over_tls_and_no_others(server, tmp
     request.add_header("X-Forwarded-For", "192.0.2.99")
     with pytest.raises(urllib.error.HTTPError, match="403"):
         urllib.request.urlopen(request, context=trusting, timeout=10)
+
+    for name, value in {"Content-Length": str(2**30), "Transfer-Encoding": "chunked"}.items():
+        connection = http.client.HTTPSConnection("localhost", pilot.file.port, context=trusting, timeout=10)
+        connection.putrequest("POST", "/v1/fleet/push-object")
+        connection.putheader(name, value)
+        connection.endheaders()  # and nothing of what was announced
+        assert connection.getresponse().status == 413
+        connection.close()
 
     thief = tmp_path / "thief"
     (pilot.folder("node-1")).rename(thief)

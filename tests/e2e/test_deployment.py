@@ -1,8 +1,8 @@
 """A deployment of real processes on this machine: a server with TLS and registered keys, and two devices.
 
 Flower starts a process for every message, so a run of a few rounds takes a minute or two. Two runs are played on one
-deployment: in the first the server is killed and started again, in the second a device is. Every process is the head of
-a group of its own, and all groups are killed at the end, however it comes.
+deployment: in the first the server is killed and started again, in the second a device is, and a third one claims its
+place. Every process is the head of a group of its own, and all groups are killed at the end, however it comes.
 """
 
 import json
@@ -58,6 +58,8 @@ SETTINGS = {
 }
 SMALL, LARGE = 0, 1
 """The clients: one has memory for the module in training and no more, the other for both."""
+IMPOSTOR = 2
+"""A client that comes later, with a key of its own, and says that it is another."""
 SPEED = {SMALL: 1e9, LARGE: 4e9}  # a prophet is also faster, so that nobody waits for it
 BANDWIDTH = 1e8
 
@@ -123,6 +125,7 @@ class Deployment:
     def __init__(self, folder: Path) -> None:
         self.folder, self.path = folder, folder / "pilot"
         self.memory: dict[int, int] = {}
+        self.ports: list[int] = []
         self.jobs: list[Job] = []
         self.named: dict[str, Job] = {}
         self.environment = {
@@ -214,7 +217,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
 
 def make(deployment: Deployment) -> None:
     """Make the pilot, say what its devices have to spare, and copy one's folder with a key of its own."""
-    port, *others = free_ports(4)
+    port, *others = deployment.ports = free_ports(5)
     flags = [word for key, value in SETTINGS.items() for word in ("--set", f"{key}={value}")]
     deployment.done("deploy", "init", deployment.path, "--nodes", 2, "--port", port, *flags, log="init")
     deployment.memory = {SMALL: assemble(load_config(str(deployment.path / "config.toml"))).budget, LARGE: 10**9}
@@ -256,10 +259,19 @@ def resumed(deployment: Deployment) -> Resumed:
 
 @pytest.fixture(scope="module")
 def abandoned(deployment: Deployment, resumed: Resumed) -> Path:
-    """A run of one module, in whose second round a device is killed and stays away."""
+    """A run of one module, in whose second round a device is killed and stays away.
+
+    Another is registered while the run goes on, and says that it is the one that is away.
+    """
     change(deployment.path / "config.toml", {"rounds": 2, "budget": "100%"})
     command = deployment.start("deploy", "run", deployment.path, "--name", "abandoned", log="run-2")
+    wait_for(lambda: (deployment.run("abandoned") / "config.toml").exists() or not command.running, deployment.told)
+    deployment.done("deploy", "add-node", deployment.path, "--client", IMPOSTOR, log="add-node")
+    folder = deployment.path / "nodes" / f"node-{IMPOSTOR}"
+    change(folder / "node.toml", {"client": LARGE, "port": deployment.ports[-1], "memory": deployment.memory[LARGE]})
+    deployment.named[folder.name] = deployment.node(folder)
     deployment.wait_for_round(command, "abandoned", 1)
+    wait_for(lambda: folder.name in deployment.online() or not command.running, deployment.told)
     deployment.named[f"node-{LARGE}"].kill()
     assert command.code == 0, command.said
     return deployment.run("abandoned")
@@ -338,12 +350,26 @@ def test_fixed_modules_travel_once(deployment, resumed):
 
 def test_device_that_dies_is_left_out_and_the_run_goes_on(deployment, abandoned):
     first, second = deployment.journal("abandoned")
-    assert first["faults"] == {}
+    assert str(LARGE) not in first["faults"]
     assert set(first["assigned"]) == {str(SMALL), str(LARGE)}
-    assert list(second["faults"]) == [str(LARGE)]
+    assert str(LARGE) in second["faults"]
     assert set(second["times"]) == {str(SMALL)}
     assert deployment.named[f"node-{SMALL}"].running
     results = json.loads((abandoned / "results.json").read_text())
-    assert (results["rounds"], results["faults"]) == (2, 1)
+    assert results["rounds"] == 2
     assert all(bool(tensor.isfinite().all()) for tensor in load_file(abandoned / "model.safetensors").values())
     assert f"client {LARGE} failed" in (deployment.folder / "run-2.log").read_text()
+
+
+def test_device_cannot_take_the_place_of_another(deployment, abandoned):
+    """It has a registered key, and the device whose place it claims is gone; it is asked who it is, and no more."""
+    impostor = deployment.named[f"node-{IMPOSTOR}"]
+    assert impostor.running
+    first, second = deployment.journal("abandoned")
+    faults = {**first["faults"], **second["faults"]}
+    assert set(faults) == {str(LARGE), str(IMPOSTOR)}
+    reason = f"its node says that it is client {LARGE}, and its key was made for client {IMPOSTOR}"
+    assert faults[str(IMPOSTOR)].startswith(reason)
+    assert f"{IMPOSTOR} gets no tasks: {reason}" in (deployment.folder / "run-2.log").read_text()
+    assert not list(deployment.home(IMPOSTOR).glob("*/clients"))
+    assert not list((deployment.home(IMPOSTOR) / "modules").glob("*"))

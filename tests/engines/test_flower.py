@@ -272,6 +272,149 @@ def test_who_claims_to_be_another_client_gets_no_tasks(connect):
     assert {to for to, record in engine.grid.sent if not is_hello(record)} == {100, 101, 102}
 
 
+KEYS = {100: 0, 101: 1, 102: 2}
+"""The client that each node's key was made for."""
+
+
+def test_node_is_the_client_that_its_key_was_made_for(connect):
+    engine = connect(fleet(), owners=lambda: {**KEYS, 999: None})
+    assert clients_of(engine.map([report(client) for client in CLIENTS])) == [0, 1, 2]
+    assert engine.account()["faults"] == {}
+
+
+def test_node_cannot_take_the_place_of_one_that_is_away(connect, caplog):
+    engine = connect({**fleet(), 102: node(1)}, replace(QUICK, greeting=60.0), owners=lambda: KEYS)
+    del engine.grid.nodes[101]
+    tasks = [report(client) for client in CLIENTS]
+    reason = "its node says that it is client 1, and its key was made for client 2. Set client = 2 in its node.toml"
+    for _ in range(2):
+        assert clients_of(engine.map(tasks)) == [0]
+        assert engine.account()["faults"] == {"1": "not connected", "2": reason}
+    assert caplog.messages == [f"2 gets no tasks: {reason}"]
+    assert [is_hello(record) for to, record in engine.grid.sent if to == 102] == [True]
+    engine.grid.nodes[101] = node(1)
+    assert clients_of(engine.map(tasks)) == [0, 1]
+
+
+def test_what_another_says_is_not_taken_for_a_clients_own_word(connect, clock):
+    """A node that claims to be client 1, and in another version: nobody stops waiting for client 1 because of that."""
+    engine = connect({**fleet(), 102: lambda record: other_version(1)}, PATIENT, owners=lambda: KEYS)
+    late = engine.grid.nodes.pop(101)
+    engine._look = lambda: engine.grid.nodes.setdefault(101, late) if clock.now > 1020 else None
+    assert clients_of(engine.map([report(client) for client in CLIENTS])) == [0, 1]
+    assert "its key was made for client 2" in engine.account()["faults"]["2"]
+
+
+def test_node_whose_client_was_set_right_is_taken(connect, clock):
+    engine = connect({**fleet(), 102: failing_at_first(2, [pack_hello(1)])}, PATIENT, owners=lambda: KEYS)
+    tasks = [report(client) for client in CLIENTS]
+    assert clients_of(engine.map(tasks)) == [0, 1]
+    clock.sleep(30)
+    assert clients_of(engine.map(tasks)) == [0, 1, 2]
+
+
+def test_node_whose_key_is_no_clients_is_not_even_asked(connect, clock):
+    keys: dict[int, int | None] = {**KEYS, 102: None}
+    engine = connect(fleet(), replace(PATIENT, patience=1), owners=lambda: keys)
+    tasks = [report(client) for client in CLIENTS]
+    assert clients_of(engine.map(tasks)) == [0, 1]
+    faults = engine.account()["faults"]
+    assert set(faults) == {"2", "node 102"}
+    assert "its key was made for no client" in faults["node 102"]
+    assert 102 not in {to for to, _ in engine.grid.sent}
+    clock.sleep(30)
+    keys[102] = 2  # a key may be registered in the middle of a run
+    assert clients_of(engine.map(tasks)) == [0, 1, 2]
+    assert engine.account()["faults"] == {}
+
+
+def test_keys_that_cannot_be_read_let_nobody_in(connect, clock, caplog):
+    broken = [FedProphetError("cannot read server/keys")]
+
+    def owners() -> dict[int, int]:
+        if broken:
+            raise broken[0]
+        return KEYS
+
+    engine = connect(fleet(), replace(PATIENT, deadline=20), owners=owners)
+    tasks = [report(client) for client in CLIENTS]
+    assert clients_of(engine.map(tasks)) == []
+    reason = "nobody can say whose key it has: cannot read server/keys"
+    assert {name: text for name, text in engine.account()["faults"].items() if name.startswith("node")} == {
+        f"node {node}": reason for node in KEYS
+    }
+    assert engine.grid.sent == []
+    assert len(caplog.messages) == 3
+    broken.clear()
+    clock.sleep(30)
+    assert clients_of(engine.map(tasks)) == [0, 1, 2]
+
+
+def test_flower_that_does_not_tell_the_keys_for_a_while(connect):
+    answers: list[Any] = [ConnectionError("gone"), {100: 0, 102: 2}]
+
+    def owners() -> dict[int, int]:
+        found = answers.pop(0) if answers else KEYS
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    engine = connect(fleet(), Pace(deadline=30, interval=0.01), owners=owners)
+    assert clients_of(engine.map([report(client) for client in CLIENTS])) == [0, 1, 2]
+    assert engine.account()["faults"] == {}
+
+
+def test_hello_of_another_node_is_dropped(connect):
+    engine = connect(fleet(), owners=lambda: KEYS)
+    pull = engine.grid.pull_messages
+
+    def forged(ids):
+        replies = pull(ids)
+        for reply in replies:
+            reply.metadata.__dict__["_src_node_id"] = 100
+        return replies
+
+    engine.grid.pull_messages = forged
+    assert clients_of(engine.map([report(client) for client in CLIENTS])) == [0]
+    assert engine.account()["faults"]["node 101"] == "node 100 answered in its place"
+
+
+def test_answer_that_is_too_large_is_dropped_before_a_tensor_is_made_of_it(connect, parts, monkeypatch):
+    task = train(parts, 1)
+    expected = sum(tensor.nbytes for tensor in task.parameters.values())
+
+    def with_bytes(count: int) -> Respond:
+        return lambda order: pack_update(reply_to(order.task, parameters={"x": torch.zeros(count, dtype=torch.uint8)}))
+
+    def too_large(order: Order) -> RecordDict:
+        record = with_bytes(2 * expected + 2**20)(order)
+        monkeypatch.setattr(torch, "empty", lambda *_, **__: pytest.fail("a tensor was made"))
+        return record
+
+    assert clients_of(connect(fleet(_1=with_bytes(2 * expected + 2**20 - 2000))).map([task])) == [1]
+    engine = connect(fleet(_1=too_large))
+    assert clients_of(engine.map([task])) == []
+    reason = engine.account()["faults"]["1"]
+    assert f"no more than {2 * expected + 2**20} were expected" in reason
+
+
+def test_own_layers_count_where_they_were_asked_for(connect, parts):
+    layers = {name: tensor.clone() for name, tensor in parts.workspaces["backbone"].initial.items()}
+    both = {**layers, **{f"{name}.adversarial": tensor for name, tensor in layers.items()}}
+    filling = torch.zeros(2**20, dtype=torch.uint8)  # so that it is the layers that decide
+    asked = replace(report(1), wants_local=True)
+    for task, local, usable in [(asked, both, True), (report(1), both | {"x": filling}, False)]:
+        engine = connect(fleet(_1=lambda order, local=local: pack_update(reply_to(order.task, local=local))))
+        assert clients_of(engine.map([task])) == ([1] if usable else [])
+
+
+@pytest.mark.parametrize("text", ["x" * 2**20, "é" * 2**19])
+def test_word_without_end_in_place_of_a_name_is_not_read(connect, text):
+    engine = connect({**fleet(), 103: lambda record: pack_refusal(text)})
+    assert clients_of(engine.map([report(client) for client in CLIENTS])) == [0, 1, 2]
+    assert "no more than 1048576 were expected" in engine.account()["faults"]["node 103"]
+
+
 def test_missing_nodes_are_waited_for_at_first_only(connect):
     engine = connect(fleet(), Pace(deadline=30, interval=0.01, patience=0.5, greeting=10))
     del engine.grid.nodes[102]
@@ -363,6 +506,28 @@ def test_node_that_cannot_be_used_is_asked_while_the_first_phase_waits(connect, 
     engine = connect({101: broken}, PATIENT)
     assert clients_of(engine.map([report(1)])) == [1]
     assert 90 <= clock.now - 1000 < 92
+
+
+def test_node_that_never_says_who_it_is_delays_nobody(connect, clock):
+    """It refuses every thirty seconds. The first phase waits for client 1 as long as without it, and no longer."""
+    engine = connect({**fleet(), 101: failing_at_first(1, [pack_refusal("no")] * 99)}, PATIENT)
+    assert clients_of(engine.map([report(client) for client in CLIENTS])) == [0, 2]
+    assert 60 <= clock.now - 1000 < 62
+
+
+def test_node_that_comes_and_goes_delays_nobody_for_long(connect, clock):
+    engine = connect({100: node(0), 102: node(2)}, PATIENT)
+    nodes = engine.grid.nodes
+
+    def flap() -> None:
+        if clock.now % 20 < 10:
+            nodes.pop(102, None)
+        else:
+            nodes[102] = node(2)
+
+    engine._look = flap
+    list(engine.map([report(client) for client in CLIENTS]))
+    assert 600 <= clock.now - 1000 < 602
 
 
 def test_nobody_waits_for_a_node_that_is_asked_again(connect, clock):

@@ -11,6 +11,7 @@ from torch import nn
 from fedprophet.cascade.atoms import explicit_chain
 from fedprophet.client.task import SERVER, ClientTask
 from fedprophet.data.dataset import from_tensors
+from fedprophet.engines import stacked as stacked_module
 from fedprophet.engines.stacked import Limits, Resident, StackedEngine, _sizes, evaluated_positions
 from fedprophet.fast.kernels import TorchKernels
 from fedprophet.fast.rounds import Backend, TrainingPlan, uncaptured
@@ -333,6 +334,26 @@ def test_evaluation(learned, kernels):
     tasks = evaluations(session, state, (*range(6), SERVER), threat)
     assert_same_evaluation(session, tasks, stacked(session, kernels=kernels))
     assert_same_evaluation(session, evaluations(session, state, range(6), None), stacked(session, kernels=kernels))
+
+
+def test_the_device_works_on_some_clients_while_others_are_prepared(learned, monkeypatch):
+    monkeypatch.setattr("fedprophet.engines.stacked.BEGINNING", 1)
+    session, state = learned.session, learned.states[-1]
+    order: list[tuple[str, int]] = []
+    real_evaluation, real_answers = StackedEngine._evaluation, stacked_module._answers
+
+    def evaluation(self, jobs, *inputs):
+        order.append(("asked", len(jobs)))
+        return real_evaluation(self, jobs, *inputs)
+
+    def answers(jobs, *found):
+        order.append(("answered", len(jobs)))
+        yield from real_answers(jobs, *found)
+
+    monkeypatch.setattr(StackedEngine, "_evaluation", evaluation)
+    monkeypatch.setattr(stacked_module, "_answers", answers)
+    assert_same_evaluation(session, evaluations(session, state, range(6), None), stacked(session))
+    assert order == [("asked", 1), ("asked", 5), ("answered", 1), ("answered", 5)]
 
 
 def test_attacks_in_training_find_losses_as_high(learned):

@@ -845,3 +845,22 @@ def test_a_mutated_answer_is_refused_or_sound(record: RecordDict) -> None:
         assert all(isinstance(digest, str) for digest in arrived.digests)
     else:
         assert isinstance(arrived.text, str)
+
+
+def test_size_of_an_answer_is_looked_at_first():
+    record = pack_update(UPDATE)
+    names = sum(len(name) for part in record.values() for name in part) + sum(len(name) for name in record)
+    size = wire_bytes(record) + names
+    assert bits(unpack_answer(record, size)) == bits(UPDATE)
+    del record["header"]["protocol"]  # an integer, of eight bytes, and its name
+    with pytest.raises(ProtocolError, match=f"has {size - 16} bytes, and no more than {size - 17} were expected"):
+        unpack_answer(record, size - 17)
+    with pytest.raises(ProtocolError, match="protocol"):
+        unpack_answer(record, size - 16)
+    with pytest.raises(ProtocolError, match="no header"):
+        unpack_answer(None, 0)  # type: ignore[arg-type]
+
+
+def test_names_count_in_the_size_of_an_answer():
+    with pytest.raises(ProtocolError, match="no more than 1000 were expected"):
+        unpack_answer(RecordDict({"x" * 500: ConfigRecord({"y" * 600: 1})}), 1000)

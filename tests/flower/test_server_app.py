@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,13 +14,17 @@ from safetensors.torch import load_file
 pytest.importorskip("flwr")
 
 from flwr.app import RecordDict
+from flwr.proto.node_pb2 import NodeInfo
 
 from fedprophet.data import load
+from fedprophet.deploy import DeployError
+from fedprophet.deploy.keys import REGISTERED, make_key_pair, registered_form
+from fedprophet.engines.flower import engine_of_devices
 from fedprophet.errors import CheckpointError, ConfigError, TrainingError
 from fedprophet.flower import server_app
 from fedprophet.flower.node import answer
 from fedprophet.flower.protocol import is_hello
-from fedprophet.flower.server_app import engine_on, expect_nodes, main, open_run
+from fedprophet.flower.server_app import engine_on, expect_nodes, main, open_run, owners_on
 from fedprophet.runs.config import load_config, to_toml
 from fedprophet.runs.journal import Journal
 from fedprophet.runs.run import RunFiles, Silent, play, reopen
@@ -156,6 +161,68 @@ def test_run_config_that_does_not_fit(given, reason):
 def test_resume_without_a_run(tmp_path):
     with pytest.raises(CheckpointError, match="there is no run"):
         open_run({"resume": True, "out": str(tmp_path)}, lambda parts: pytest.fail("nothing"), False)
+
+
+@pytest.fixture
+def registered(tmp_path, monkeypatch) -> dict[int, bytes]:
+    """Return the keys of clients 0, 1, 2 as Flower tells them; the process is one of their server."""
+    keys = tmp_path / "keys"
+    keys.mkdir()
+    for client in range(3):
+        (keys / f"node-{client}.pub").write_bytes(make_key_pair(f"node-{client}").public)
+    monkeypatch.setenv(REGISTERED, str(keys))
+    return {client: registered_form(keys / f"node-{client}.pub") for client in range(3)}
+
+
+def telling(grid, keys: dict[int, bytes]):
+    grid.get_nodes = lambda: [NodeInfo(node_id=node, public_key=key) for node, key in keys.items()]
+    return grid
+
+
+def test_node_without_the_key_of_its_client_has_no_part_in_a_run(pilot, registered, config, tmp_path):
+    """Node 12 has the key of client 2 and says that it is client 1, which is away; node 13's key is nobody's."""
+    grid = pilot()
+    grid.nodes[12], grid.nodes[13] = grid.nodes.pop(11), grid.nodes[12]
+    telling(grid, {10: registered[0], 12: registered[2], 13: b"a key that was registered in another way"})
+    given = {"config": config, "out": str(tmp_path / "run"), "overrides": "rounds=2 flower.deadline=2"}
+    play(open_run(given, engine_on(grid, False), False))
+    records = Journal(tmp_path / "run" / "journal.jsonl").read()
+    first = records[0]["faults"]
+    assert "says that it is client 1, and its key was made for client 2" in first["2"]
+    assert "its key was made for no client" in first["node 13"]
+    assert all(set(record["faults"]) <= {"1", "2", "node 13"} for record in records)
+    assert {to for to, record in grid.sent if not is_hello(record)} == {10}
+
+
+def test_nodes_with_the_keys_of_their_clients_play_the_same_run(pilot, registered, config, tmp_path):
+    believed = partial(engine_of_devices, pilot("a"), owners=None)
+    play(open_run({"config": config, "out": str(tmp_path / "believed")}, believed, False))
+    grid = telling(pilot("b"), {10 + client: key for client, key in registered.items()})
+    play(open_run({"config": config, "out": str(tmp_path / "proved")}, engine_on(grid, False), False))
+    assert content(tmp_path / "proved") == content(tmp_path / "believed")
+
+
+def test_run_does_not_begin_where_the_keys_cannot_be_read(pilot, config, tmp_path, monkeypatch):
+    monkeypatch.setenv(REGISTERED, str(tmp_path / "gone"))
+    out = tmp_path / "run"
+    with pytest.raises(DeployError, match=r"cannot read .*gone, the folder of the nodes' public keys"):
+        open_run({"config": config, "out": str(out)}, engine_on(pilot(), False), False)
+    assert not out.exists()
+
+
+def test_server_without_keys_says_that_nodes_are_believed(fake_grid, caplog, monkeypatch):
+    monkeypatch.delenv(REGISTERED, raising=False)
+    assert owners_on(fake_grid({})) is None
+    assert "a node is the client that it says it is" in caplog.messages[0]
+
+
+def test_keys_are_read_anew_each_time(fake_grid, registered, tmp_path):
+    owners = owners_on(telling(fake_grid({}), {10: registered[0], 11: registered[1], 12: b"another"}))
+    assert owners() == {10: 0, 11: 1, 12: None}
+    keys = tmp_path / "keys"
+    (keys / "node-1.pub").rename(keys / "node-7.pub")
+    (keys / "node-0.pub").unlink()
+    assert owners() == {10: None, 11: 7, 12: None}
 
 
 def test_main_prints_rounds(pilot, config, tmp_path, capsys):

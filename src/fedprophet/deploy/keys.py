@@ -1,5 +1,6 @@
 """The key pair by which a node proves to the server who it is: a P-384 key in OpenSSH's format, as Flower reads it."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from fedprophet.deploy import DeployError
 
 NIST_CURVES = (ec.SECP256R1, ec.SECP384R1, ec.SECP521R1)
+REGISTERED = "FEDPROPHET_REGISTERED_KEYS"
+"""The environment variable by which a server tells the runs on it where the nodes' public keys are."""
 HOW = "Make one with: ssh-keygen -t ecdsa -b 384 -N '' -f node.key"
 
 
@@ -42,3 +45,15 @@ def registered_form(path: Path) -> bytes:
     if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, NIST_CURVES):
         raise DeployError(f"{path} is no ECDSA key on a NIST curve, and Flower takes no other. {HOW}")
     return key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+
+
+def by_key(paths: Iterable[Path]) -> dict[bytes, Path]:
+    """Return public keys' files by the keys in them; a sentence where two hold the same one."""
+    found: dict[bytes, Path] = {}
+    for path in paths:
+        other = found.setdefault(registered_form(path), path)
+        if other != path:
+            raise DeployError(
+                f"{other} and {path} hold the same key, and a node is one client. Give one a key of its own"
+            )
+    return found

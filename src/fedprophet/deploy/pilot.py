@@ -24,7 +24,7 @@ from pydantic import Field
 
 from fedprophet.data import find_dataset
 from fedprophet.deploy import DeployError, certificates, node, page
-from fedprophet.deploy.keys import make_key_pair, registered_form
+from fedprophet.deploy.keys import by_key, make_key_pair, registered_form
 from fedprophet.deploy.tables import read_settings
 from fedprophet.errors import ConfigError, FedProphetError, unknown
 from fedprophet.methods import find_method
@@ -100,8 +100,7 @@ class Pilot:
 
     def nodes(self) -> dict[str, Path]:
         """Return the public keys of those who may connect, by the node's name, in the order of the clients."""
-        found = {path.stem: path for path in self.keys.glob("*.pub") if _NODE.fullmatch(path.stem)}
-        return {name: found[name] for name in sorted(found, key=client_of)}
+        return _node_keys(self.keys)
 
     def folder(self, name: str) -> Path:
         """Return where a node's folder was made."""
@@ -131,6 +130,22 @@ class Pilot:
 def client_of(name: str) -> int:
     """Return which client a node is, from its name."""
     return int(name.removeprefix("node-"))
+
+
+def clients_of_keys(keys: Path) -> dict[bytes, int]:
+    """Return which client each public key in a folder was made for, by the key as the server knows it.
+
+    A folder or a key that cannot be read is a sentence: who a node is must not depend on what happens to be there.
+    """
+    return {key: client_of(path.stem) for key, path in by_key(_node_keys(keys).values()).items()}
+
+
+def _node_keys(keys: Path) -> dict[str, Path]:
+    try:
+        found = {path.stem: path for path in keys.iterdir() if path.suffix == ".pub" and _NODE.fullmatch(path.stem)}
+    except OSError as error:
+        raise DeployError(f"cannot read {keys}, the folder of the nodes' public keys: {error.strerror}") from None
+    return {name: found[name] for name in sorted(found, key=client_of)}
 
 
 def open_pilot(path: Path) -> Pilot:
@@ -310,7 +325,7 @@ def raise_clients(pilot: Pilot, clients: int) -> bool:
 def _write_node(pilot: Pilot, client: int, public_key: Path | None) -> None:
     name = f"node-{client}"
     if public_key is not None:
-        registered_form(public_key)
+        by_key([*pilot.nodes().values(), public_key])
     file = node.NodeFile(server=pilot.file.address, client=client, port=node.port_of(client))
     folder = pilot.folder(name)
     folder.mkdir(mode=0o700)

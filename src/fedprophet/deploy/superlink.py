@@ -8,6 +8,7 @@ is code on the server and on every node. So these two answer only those who come
 """
 
 import ipaddress
+import os
 import sys
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
@@ -15,13 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from fedprophet.deploy import DeployError
-from fedprophet.deploy.keys import registered_form
+from fedprophet.deploy.keys import REGISTERED, by_key
 from fedprophet.errors import FedProphetError
 
 FLEET, HEALTH = "/v1/fleet/", "/health"
 """What the network may reach: Flower checks a node's signature on everything below the first, the second is a bare
 yes."""
 REFUSAL = b"Only the server's own machine may ask for this.\n"
+MOST_BYTES = 32 * 2**20
+"""Of one request of a node. Flower sends arrays in pieces of 5 MiB, and holds a whole request in memory before it looks
+at its signature."""
+TOO_LARGE = f"A request says how long it is, and has at most {MOST_BYTES} bytes.\n".encode()
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Any]]
@@ -30,26 +35,45 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Gate:
-    """An ASGI application that hands a request on if its path is open or its sender is this machine."""
+    """An ASGI application that hands a request on if its path is open or its sender is this machine.
+
+    What everybody may ask for has a bounded length.
+    """
 
     def __init__(self, inside: Application) -> None:
         self._inside = inside
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        if scope["type"] == "lifespan" or is_open(scope["path"]) or comes_from_here(scope):
+        if scope["type"] == "http" and is_open(scope["path"]) and not is_short(scope):
+            await _refuse(send, 413, TOO_LARGE)
+        elif scope["type"] == "lifespan" or is_open(scope["path"]) or comes_from_here(scope):
             await self._inside(scope, receive, send)
         elif scope["type"] == "http":
-            headers = [(b"content-type", b"text/plain"), (b"content-length", str(len(REFUSAL)).encode())]
-            await send({"type": "http.response.start", "status": 403, "headers": headers})
-            await send({"type": "http.response.body", "body": REFUSAL})
+            await _refuse(send, 403, REFUSAL)
         else:
             await send({"type": "websocket.close", "code": 1008})
+
+
+async def _refuse(send: Send, status: int, text: bytes) -> None:
+    # What is left of the request is not read: the connection ends with the answer.
+    lengths = [(b"content-length", str(len(text)).encode()), (b"connection", b"close")]
+    headers = [(b"content-type", b"text/plain"), *lengths]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": text})
 
 
 def is_open(path: str) -> bool:
     """Whether everybody may ask for a path."""
     return path.startswith(FLEET) or path == HEALTH
+
+
+def is_short(scope: Scope) -> bool:
+    """Whether a request says that it is short enough; one that comes in pieces does not say how long it will be."""
+    headers = dict(scope["headers"])
+    length = headers.get(b"content-length", b"0")
+    plain = b"transfer-encoding" not in headers and length.isdigit() and len(length) < 20
+    return plain and int(length) <= MOST_BYTES
 
 
 def comes_from_here(scope: Scope) -> bool:
@@ -72,7 +96,7 @@ def register(state: Any, keys: Path) -> None:
     from flwr.supercore.error import FlowerError
     from flwr.superlink.servicer.control import control_handlers
 
-    wanted = {registered_form(path): path.stem for path in sorted(keys.glob("*.pub"))}
+    wanted = {key: path.stem for key, path in by_key(sorted(keys.glob("*.pub"))).items()}
     account = AccountInfo(flwr_aid=NOOP_FLWR_AID, account_name=NOOP_ACCOUNT_NAME)
     known = {node.public_key: node for node in state.get_node_info() if node.status != "unregistered"}
     for key in known.keys() - wanted.keys():
@@ -144,6 +168,7 @@ def serve(keys: Path, arguments: list[str]) -> None:
     config = _parse_superlink_lifespan_config()
     if config.insecure or not config.enable_supernode_auth:
         raise DeployError("the server is not started without TLS and --enable-supernode-auth")
+    os.environ[REGISTERED] = str(keys.absolute())  # for the runs, whose processes are started from this one
     app = create_app(config, SuperLinkLifespan)
     state = app.state.linkstate_factory.state()
     register(state, keys)

@@ -7,13 +7,14 @@ out of the round and the reason is journalled.
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from typing import Protocol
 
 from flwr.app import Message, RecordDict
+from torch import Tensor
 
 from fedprophet.client.task import BACKBONE, SERVER, ClientTask, ClientUpdate
 from fedprophet.engines import Parts, cores
@@ -47,7 +48,12 @@ WINDOW = 32
 """Messages on their way at a time in a simulation: enough to keep its actors busy, and few enough for the memory."""
 SIMULATED_INTERVAL = 0.02
 """Seconds between two looks for answers in a simulation, where looking costs next to nothing."""
+SPARE_BYTES = 2**20
+"""What an answer may have beside tensors, and all that a node may say when it is asked who it is."""
 log = logging.getLogger("fedprophet")
+
+Owners = Callable[[], Mapping[int, int | None]]
+"""Returns the client that each connected node's key was made for; None for a key that is no client's."""
 
 
 class Grid(Protocol):
@@ -162,20 +168,29 @@ class _Stranger:
     welcome: bool = False
 
 
+@dataclass(frozen=True)
+class _Question:
+    """A node that was asked who it is, and when, and the client that its key was made for, where keys say that."""
+
+    node: int
+    at: float
+    owner: int | None
+
+
 class Roster:
-    """Which node is which client: every node that connects is asked.
+    """Which node is which client: every node that connects is asked. With `owners`, its key must say the same.
 
     Who cannot be given tasks is asked again after a while. A node starts a process for every question, so the next one
     may find a disk with room again, or another version of this program.
     """
 
-    def __init__(self, post: Post, pace: Pace, ledger: Ledger, clients: int) -> None:
-        self._post, self._pace, self._ledger, self._size = post, pace, ledger, clients
+    def __init__(self, post: Post, pace: Pace, ledger: Ledger, clients: int, owners: Owners | None = None) -> None:
+        self._post, self._pace, self._ledger, self._size, self._owners = post, pace, ledger, clients, owners
         self._nodes: dict[int, int] = {}
         self._clients: dict[int, int] = {}
         """The client that each node was when it was heard last."""
         self._strangers: dict[int, _Stranger] = {}
-        self._asked: dict[str, tuple[int, float]] = {}
+        self._asked: dict[str, _Question] = {}
         self._unasked = 0
         self._met = False
 
@@ -189,17 +204,21 @@ class Roster:
         return next(reasons, "not connected")
 
     def meet(self, clients: set[int], look: Callable[[], None]) -> None:
-        """Ask those who have connected since who they are, and wait a while for nodes of these clients."""
-        latest = time.monotonic()
+        """Ask those who have connected since who they are, and wait a while for nodes of these clients.
+
+        Who cannot be used makes nobody wait longer, and who comes and goes not longer than a phase may take.
+        """
+        began = latest = time.monotonic()
         while True:
             self._look_around()
             heard = False
             for reply in self._post.fetch(self._asked):
-                self._greet(reply)
                 heard = True
-            latest = time.monotonic() if heard else latest
+                latest = time.monotonic() if self._greet(reply) else latest
             missing = clients - self._nodes.keys() - {stranger.client for stranger in self._strangers.values()}
             if not missing or time.monotonic() - latest >= self._limit():
+                break
+            if not self._pace.simulated and time.monotonic() - began >= self._pace.deadline:
                 break
             if not heard:
                 look()
@@ -212,7 +231,7 @@ class Roster:
         Nobody waits for one that has been asked before and could not be used.
         """
         pace = self._pace
-        coming = self._unasked > 0 or any(node not in self._strangers for node, _ in self._asked.values())
+        coming = self._unasked > 0 or any(asked.node not in self._strangers for asked in self._asked.values())
         if pace.simulated:  # all nodes are there from the beginning, though it takes a while until they work
             return pace.deadline if coming or not self._nodes else 0.0
         if not self._met:
@@ -227,44 +246,73 @@ class Roster:
         self._strangers = {node: who for node, who in self._strangers.items() if node in online and self._bars(who)}
         # A question that nobody answers in time is asked again: the node may have been started anew.
         again = 4 * self._pace.greeting
-        self._asked = {name: (node, at) for name, (node, at) in self._asked.items() if now - at < again}
+        self._asked = {name: asked for name, asked in self._asked.items() if now - asked.at < again}
         settled = {node for node, who in self._strangers.items() if who.welcome or now - who.at < self._pace.greeting}
-        known = {*self._nodes.values(), *settled, *(node for node, _ in self._asked.values())}
+        known = {*self._nodes.values(), *settled, *(asked.node for asked in self._asked.values())}
         room = None if self._pace.window is None else max(0, self._pace.window - len(self._asked))
-        unknown = sorted(online - known, key=lambda node: (node in self._strangers, node))
+        owners = self._owned(online - known)
+        unknown = sorted(owners, key=lambda node: (node in self._strangers, node))
         self._unasked = len(unknown[room:]) if room is not None else 0
         for node in unknown[:room]:
             name = self._post.send(hello_request(), node, "hello")
             if name is not None:
-                self._asked[name] = node, now
+                self._asked[name] = _Question(node, now, owners[node])
+
+    def _owned(self, nodes: set[int]) -> dict[int, int | None]:
+        """Return those of the nodes that may be asked, each with the client that its key was made for."""
+        if self._owners is None or not nodes:
+            return dict.fromkeys(nodes)
+        try:
+            owners = self._owners()
+        except FedProphetError as error:
+            for node in nodes:
+                self._turn_away(node, _Stranger(f"nobody can say whose key it has: {error}"))
+            return {}
+        except Exception as error:
+            log.warning("the keys of the nodes cannot be listed: %s", harmless(str(error)))
+            return {}
+        here = {node: owner for node, owner in owners.items() if node in nodes}
+        for node in (node for node, owner in here.items() if owner is None):
+            reason = "its key was made for no client. fedprophet deploy add-node makes one for a client"
+            self._turn_away(node, _Stranger(reason))
+        return {node: owner for node, owner in here.items() if owner is not None}
 
     def _bars(self, who: _Stranger) -> bool:
         """Whether the reason against a node still holds, as far as one can say without asking it."""
         return not who.welcome or who.client in self._nodes
 
-    def _greet(self, reply: Message) -> None:
-        node, _ = self._asked.pop(reply.metadata.reply_to_message_id, (None, 0.0))
-        if node is None:
-            return
-        before, stranger = self._strangers.pop(node, None), self._judged(reply, node)
+    def _greet(self, reply: Message) -> bool:
+        """Return whether the node that answers is taken for a client."""
+        asked = self._asked.pop(reply.metadata.reply_to_message_id, None)
+        if asked is None:
+            return False
+        stranger = self._judged(reply, asked)
         if stranger is None:
-            return
-        self._strangers[node] = stranger
+            self._strangers.pop(asked.node, None)
+        else:
+            self._turn_away(asked.node, stranger)
+        return stranger is None
+
+    def _turn_away(self, node: int, stranger: _Stranger) -> None:
+        """Give a node no tasks for a while; the reason is told when it is another than before."""
+        before, self._strangers[node] = self._strangers.get(node), stranger
         if before is None or before.reason != stranger.reason:
             who = f"node {node}" if stranger.client is None or stranger.welcome else stranger.client
-            log.warning("%s gets no tasks: %s", who, stranger.reason)
+            log.warning("%s gets no tasks: %s", who, harmless(stranger.reason))
             self._ledger.fault(who, stranger.reason)
 
-    def _judged(self, reply: Message, node: int) -> _Stranger | None:
+    def _judged(self, reply: Message, asked: _Question) -> _Stranger | None:
         """Take a node for the client that it says it is; return why not, where that cannot be."""
-        try:
-            hello = unpack_answer(reply.content) if reply.has_content() else Refusal(reply.error.reason or "it failed")
-        except ProtocolError as error:
-            hello = Refusal(str(error))
+        node, owner = asked.node, asked.owner
+        hello = _said(reply, node)
         if not isinstance(hello, Hello):
             reason = hello.text if isinstance(hello, Refusal) else "it did not say who it is"
             return _Stranger(harmless(reason), self._clients.get(node))
         client = hello.client
+        # The key comes first: what a node says is nothing that another client could be blamed for.
+        if owner not in (None, client):
+            reason = f"its node says that it is client {client}, and its key was made for client {owner}"
+            return _Stranger(f"{reason}. Set client = {owner} in its node.toml", owner)
         if not 0 <= client < self._size:
             return _Stranger(f"it says that it is client {client}, and the run has 0 to {self._size - 1}")
         if hello.protocol != PROTOCOL:
@@ -274,6 +322,18 @@ class Roster:
             return _Stranger(reason, client, welcome=True)
         self._nodes[client], self._clients[node] = node, client
         return None
+
+
+def _said(reply: Message, node: int) -> ClientUpdate | Hello | Lacking | Refusal:
+    """Return what a node answers to the question who it is."""
+    if not reply.has_content():
+        return Refusal(reply.error.reason or "it failed")
+    if reply.metadata.src_node_id != node:
+        return Refusal(f"node {reply.metadata.src_node_id} answered in its place")
+    try:
+        return unpack_answer(reply.content, SPARE_BYTES)
+    except ProtocolError as error:
+        return Refusal(str(error))
 
 
 def _other_version(hello: Hello) -> str:
@@ -304,20 +364,22 @@ class FlowerEngine:
         pace: Pace,
         ledger: Ledger | None = None,
         look: Callable[[], None] = lambda: None,
+        owners: Owners | None = None,
     ) -> None:
         """Make the engine of a run.
 
         `run` returns the run's id, and is called when the first task goes out. `look` is called while the engine waits,
-        and may raise where waiting has become vain.
+        and may raise where waiting has become vain. Without `owners` a node is the client that it says it is.
         """
         self._pace, self._look = pace, look
         self._run, self._terms = cache(run), terms.to_text()
         self._plain = EmbeddedEngine(parts.population, parts.workspaces, parts.reserve)
         self._modules = parts.workspaces[BACKBONE].modules
+        self._workspaces = parts.workspaces
         self._whole = shared_bytes(parts)
         self._ledger = ledger or Ledger()
         self._post = Post(grid, self._ledger)
-        self._roster = Roster(self._post, pace, self._ledger, parts.config.population.clients)
+        self._roster = Roster(self._post, pace, self._ledger, parts.config.population.clients, owners)
         self._pending: dict[str, _Sent] = {}
         self._late: dict[str, _Sent] = {}
         self._done: dict[str, _Sent] = {}
@@ -419,7 +481,7 @@ class FlowerEngine:
         if reply.metadata.src_node_id != sent.node:
             raise _NotUsableError(f"node {reply.metadata.src_node_id} answered in place of node {sent.node}")
         try:
-            answer = unpack_answer(reply.content)
+            answer = unpack_answer(reply.content, self._most(sent.task))
         except ProtocolError as error:
             raise _NotUsableError(str(error)) from None
         match answer:
@@ -432,6 +494,14 @@ class FlowerEngine:
                 raise _NotUsableError(answer.text)
             case _:
                 raise _NotUsableError("it said who it is in place of an answer")
+
+    def _most(self, task: ClientTask) -> int:
+        """Return how many bytes an answer may have: twice what the task's parameters and the client's own layers have.
+
+        Those layers come only where they were asked for, and norm layers may have a second set of statistics.
+        """
+        layers = 2 * _bytes(self._workspaces[task.architecture].initial) if task.wants_local else 0
+        return 2 * (_bytes(task.parameters) + layers) + SPARE_BYTES
 
     def _send_modules(self, answer: Lacking, sent: _Sent) -> None:
         """Send a task again, with the fixed modules that the node does not have.
@@ -468,6 +538,10 @@ def _expected(update: ClientUpdate, task: ClientTask) -> ClientUpdate:
     return update
 
 
+def _bytes(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
 def _batches(ids: Sequence[str], size: int) -> Iterator[Sequence[str]]:
     return (ids[start : start + size] for start in range(0, len(ids), size))
 
@@ -478,11 +552,11 @@ def shared_bytes(parts: Parts) -> int:
     return sum(chain.tensors[name].nbytes for name in chain.shared())
 
 
-def engine_of_devices(grid: Grid, parts: Parts) -> FlowerEngine:
-    """Return the engine of a run whose clients are on machines of their own."""
+def engine_of_devices(grid: Grid, parts: Parts, owners: Owners | None) -> FlowerEngine:
+    """Return the engine of a run whose clients are on machines of their own, each with a key if there are `owners`."""
     home = parts.clients.parent.absolute() if parts.clients else None
     run = partial(run_id, home, deployed=True)
-    return FlowerEngine(grid, parts, run, Terms.of(parts), Pace(parts.config.flower.deadline))
+    return FlowerEngine(grid, parts, run, Terms.of(parts), Pace(parts.config.flower.deadline), owners=owners)
 
 
 def engine_of_simulation(

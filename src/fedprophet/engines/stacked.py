@@ -32,6 +32,8 @@ from fedprophet.randomness import key as draw_key
 from fedprophet.threat import ThreatModel
 
 log = logging.getLogger("fedprophet")
+BEGINNING = 10
+"""So many of the clients to evaluate come first: the device has something to do while the others are prepared."""
 CLIENTS = 4096
 """Clients that are kept at hand: which samples are theirs is soon said, but not for everybody every round."""
 
@@ -106,9 +108,12 @@ class StackedEngine:
             if kind is None:
                 yield from self._plain.map(group)
                 continue
-            for ladder in self._ladders(group):
-                for part in self._chunks(ladder):
-                    yield from WORK[part[0].kind](self, [self._job(task) for task in part])
+            # The device works on one part while the next is prepared.
+            asked: Iterator[ClientUpdate] = iter(())
+            for part in (part for ladder in self._ladders(group) for part in self._chunks(ladder)):
+                before, asked = asked, WORK[part[0].kind](self, [self._job(task) for task in part])
+                yield from before
+            yield from asked
 
     # What can be fused, and with what.
 
@@ -202,6 +207,9 @@ class StackedEngine:
         """Cut a group so that the activations of each part fit; the first task goes furthest."""
         size = self._activations(tasks[0], self._samples(tasks[0]))
         most = max(1, self._limits.activations // size)
+        if tasks[0].kind != "train" and len(tasks) > 4 * BEGINNING and most >= BEGINNING:
+            yield tasks[:BEGINNING]
+            tasks = tasks[BEGINNING:]
         # Parts of one size need one plan.
         parts = math.ceil(len(tasks) / most)
         each = math.ceil(len(tasks) / parts)
@@ -296,17 +304,14 @@ class StackedEngine:
     def _evaluate(self, jobs: Sequence[_Job]) -> Iterator[ClientUpdate]:
         samples = self._samples(jobs[0].task)
         images, labels = zip(*(self._held_out(job) for job in jobs), strict=True)
-        counts = found(self._evaluation(jobs, images, labels).answers())
-        for number, job in enumerate(jobs):
-            metrics = {"samples": float(samples), **{name: values[number] for name, values in counts.items()}}
-            yield _answer(job, shard_weight(job.client), metrics)
+        counts = self._evaluation(jobs, images, labels).answers()
+        return _answers(jobs, samples, [shard_weight(job.client) for job in jobs], counts)
 
     def _measure(self, jobs: Sequence[_Job]) -> Iterator[ClientUpdate]:
         samples = self._samples(jobs[0].task)
         unlabelled = [torch.zeros(samples, dtype=torch.long, device=self._backend.device)] * len(jobs)
-        magnitudes = found(self._evaluation(jobs, self._inputs(jobs), unlabelled).magnitudes())["magnitude"]
-        for job, magnitude in zip(jobs, magnitudes, strict=True):
-            yield _answer(job, float(samples), {"samples": float(samples), "magnitude": magnitude})
+        magnitudes = self._evaluation(jobs, self._inputs(jobs), unlabelled).magnitudes()
+        return _answers(jobs, samples, [float(samples)] * len(jobs), magnitudes)
 
     def _evaluation(self, jobs: Sequence[_Job], inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> Evaluation:
         """Return what a group that does not train is asked with."""
@@ -412,12 +417,6 @@ def brought_home(tables: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tenso
     return [{name: next(parts).reshape(value.shape) for name, value in table.items()} for table in tables]
 
 
-def found(values: Mapping[str, Tensor]) -> dict[str, list[float]]:
-    """Return one number for each client under every name."""
-    rows = torch.stack(list(values.values())).tolist()
-    return dict(zip(values, rows, strict=True))
-
-
 def _sizes(task: ClientTask, samples: int) -> set[int]:
     """Return the sizes of the batches that a task trains on."""
     assert task.training is not None
@@ -427,9 +426,14 @@ def _sizes(task: ClientTask, samples: int) -> set[int]:
     return sizes | {rest} if rest and task.training.iterations >= passes else sizes or {rest}
 
 
-def _answer(job: _Job, weight: float, metrics: Mapping[str, float]) -> ClientUpdate:
-    task = job.task
-    return ClientUpdate(task.kind, task.round, task.client, weight=weight, metrics=metrics, number=task.number)
+def _answers(
+    jobs: Sequence[_Job], samples: int, weights: Sequence[float], found: Mapping[str, Tensor]
+) -> Iterator[ClientUpdate]:
+    """Yield what was found for each client under every name. The first to ask waits for the device."""
+    rows = torch.stack(list(found.values()), dim=1).tolist()
+    for job, weight, values in zip(jobs, weights, rows, strict=True):
+        task, metrics = job.task, {"samples": float(samples), **dict(zip(found, values, strict=True))}
+        yield ClientUpdate(task.kind, task.round, task.client, weight=weight, metrics=metrics, number=task.number)
 
 
 def _constant(threat: ThreatModel | None) -> ThreatModel | None:

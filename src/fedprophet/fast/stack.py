@@ -122,8 +122,10 @@ def _flattened(program: Program) -> tuple[int, int]:
 
 def moved(columns: Sequence[Sequence[Tensor]], home: torch.device, device: torch.device) -> list[Tensor]:
     """Return columns of tensors as stacks on a device, all of them in one transfer."""
-    flat = torch.cat([value.to(home).reshape(-1) for column in columns for value in column]).to(device)
-    parts = torch.split(flat, [len(column) * column[0].numel() for column in columns])
+    flat = torch.cat([value.to(home).reshape(-1) for column in columns for value in column])
+    if home.type == "cpu" and device.type == "cuda":
+        flat = flat.pin_memory()  # or the host would wait until the device has done all that it was asked before
+    parts = torch.split(flat.to(device, non_blocking=True), [len(column) * column[0].numel() for column in columns])
     return [part.view(len(column), *column[0].shape) for part, column in zip(parts, columns, strict=True)]
 
 

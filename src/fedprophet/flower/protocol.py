@@ -127,8 +127,12 @@ def hello_request() -> RecordDict:
     return RecordDict({_HEADER: _make_header("who")})
 
 
-def unpack_answer(record: RecordDict) -> ClientUpdate | Hello | Lacking | Refusal:
-    """Return what a node answered; ProtocolError where it is no answer of this protocol."""
+def unpack_answer(record: RecordDict, most: float = math.inf) -> ClientUpdate | Hello | Lacking | Refusal:
+    """Return what a node answered; ProtocolError where it is no answer of this protocol, or has more bytes than `most`.
+
+    Its size is looked at before anything in it, and before any tensor is made.
+    """
+    _expect_size(record, most)
     header = _header(record)
     kind = header["kind"]
     if kind not in _EVER:
@@ -209,6 +213,15 @@ def _expect_protocol(header: Mapping[str, Any]) -> None:
             f"speaks protocol {PROTOCOL} (fedprophet {__version__}). Install the same version of fedprophet on the "
             "server and on every node"
         )
+
+
+def _expect_size(record: RecordDict, most: float) -> None:
+    if not isinstance(record, RecordDict):
+        return  # it has no header either, which is said in a moment
+    names = sum(len(name) for part in record.values() for name in part) + sum(map(len, record))
+    size = wire_bytes(record) + names
+    if size > most:
+        raise ProtocolError(f"the message has {size} bytes, and no more than {most} were expected")
 
 
 def _run_id(value: object) -> str:

@@ -4,6 +4,7 @@ The run config says which run: `config` (a preset or the path of a TOML file on 
 separated by blanks), `out` (the run's folder) and `resume` (true: go on with the run in that folder).
 """
 
+import logging
 import shlex
 import time
 from collections.abc import Mapping
@@ -18,9 +19,10 @@ from rich.console import Console
 
 from fedprophet.cli.progress import PlainLines
 from fedprophet.engines import Parts
-from fedprophet.engines.flower import engine_of_devices, engine_of_simulation
+from fedprophet.engines.flower import Owners, engine_of_devices, engine_of_simulation
 from fedprophet.engines.workers import ONE_THREAD
 from fedprophet.errors import ConfigError, FedProphetError
+from fedprophet.flower.owners import KeyOwners, registered_keys
 from fedprophet.runs.config import load_config
 from fedprophet.runs.run import Run, play, reopen, start
 from fedprophet.runs.session import CUSTOM, EngineMaker
@@ -29,6 +31,8 @@ from fedprophet.server.coordinator import Engine
 SECONDS_TO_START = 60.0
 SECONDS_TO_REGISTER = 2.0
 """A simulation lists its nodes one after the other while the server begins; when no more come, these are all."""
+
+log = logging.getLogger("fedprophet")
 
 app = ServerApp()
 
@@ -82,13 +86,23 @@ def engine_on(grid: Grid, simulated: bool) -> EngineMaker:
         if CUSTOM in (config.model.name, config.data.name):
             raise ConfigError("a run on Flower's nodes needs a model and data that the configuration names")
         if not simulated:
-            return engine_of_devices(grid, parts)
+            return engine_of_devices(grid, parts, owners_on(grid))
         if clients is None:
             raise ConfigError("a run in Flower's simulation needs a folder: its clients keep their layers there")
         expect_nodes(grid, config.population.clients)
         return engine_of_simulation(grid, parts, clients.parent.absolute())
 
     return make
+
+
+def owners_on(grid: Grid) -> Owners | None:
+    """Return what says which client a node's key was made for; None on a server without a pilot, which is told."""
+    keys = registered_keys()
+    if keys is None:
+        text = "this server was not started by fedprophet deploy server, so a node is the client that it says it is"
+        log.warning("%s, whatever key it has", text)
+        return None
+    return KeyOwners(grid, keys)
 
 
 def expect_nodes(grid: Grid, clients: int) -> None:
