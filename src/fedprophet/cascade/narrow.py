@@ -57,17 +57,18 @@ def scatter_average(
         for name, value in tensors.items():
             full = _full(current, name)
             if name not in sums:
-                sums[name] = torch.zeros_like(full, dtype=torch.float64)
+                # Where the updates are: on a GPU they would take longer to fetch than to add up.
+                sums[name] = torch.zeros_like(full, dtype=torch.float64, device=value.device)
                 weights[name] = torch.zeros(
-                    _weight_shape(channels, name, full), dtype=torch.float64, device=full.device
+                    _weight_shape(channels, name, full), dtype=torch.float64, device=value.device
                 )
-            index = _index(channels, kept, name, full, value)
-            sums[name][index] += value.detach().to(full.device, torch.float64) * weight
+            index = _index(channels, kept, name, sums[name], value)
+            sums[name][index] += value.detach().to(sums[name]) * weight
             weights[name][index] += weight
     averaged = {}
     for name, total in sums.items():
         mean = (total / weights[name]).to(current[name].dtype)
-        averaged[name] = torch.where(weights[name] > 0, mean, current[name].detach())
+        averaged[name] = torch.where(weights[name] > 0, mean, current[name].detach().to(mean.device))
     return {**current, **averaged}
 
 
@@ -90,11 +91,21 @@ def narrow_model(model: nn.Module, channels: Channels, kept: Kept) -> nn.Module:
     return narrow
 
 
-def narrow_chain(chain: Chain, channels: Channels, kept: Kept) -> Chain:
-    """Return a chain of the same atoms around the narrow model."""
+def narrow_chain(chain: Chain, channels: Channels, kept: Kept, scaled: bool = True) -> Chain:
+    """Return a chain of the same atoms around the narrow model; if not `scaled`, its layers are the model's kinds."""
     narrow = copy.deepcopy(chain, _parts(chain.model, channels, kept))
-    _refit(narrow.model, channels, kept)
+    _refit(narrow.model, channels, kept, scaled)
     return narrow
+
+
+def full_over_kept(channels: Channels, kept: Kept) -> dict[str, float]:
+    """Return by how much the output of each layer is scaled whose inputs are cut, by the layer's name."""
+    found = {}
+    for name, axes in channels.axes.items():
+        for axis, group, _ in axes:
+            if axis == 1 and len(kept[group]) < channels.groups[group]:
+                found[name.removesuffix("weight").removesuffix(".")] = channels.groups[group] / len(kept[group])
+    return found
 
 
 def _parts(model: nn.Module, channels: Channels, kept: Kept) -> dict[int, Any]:
@@ -111,13 +122,13 @@ def _parts(model: nn.Module, channels: Channels, kept: Kept) -> dict[int, Any]:
     return memo
 
 
-def _refit(narrow: nn.Module, channels: Channels, kept: Kept) -> None:
+def _refit(narrow: nn.Module, channels: Channels, kept: Kept, scaled: bool = True) -> None:
     """Let the layers of a narrow model know their sizes, and scale those whose inputs were cut."""
+    factors = full_over_kept(channels, kept) if scaled else {}
     for name, layer in narrow.named_modules():
         _resize(layer)
-        for axis, group, _ in channels.axes.get(f"{name}.weight".removeprefix("."), ()):
-            if axis == 1 and len(kept[group]) < channels.groups[group]:
-                _scale(layer, channels.groups[group] / len(kept[group]))
+        if name in factors:
+            _scale(layer, factors[name])
 
 
 def _scale(layer: Any, full_over_kept: float) -> None:

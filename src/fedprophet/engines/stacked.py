@@ -1,12 +1,12 @@
 """The stacked engine: tasks that differ in the client and in how far they go are carried out together (`fast`).
 
-What it cannot fuse (another kind of model, sub-networks, attacks other than PGD) goes to the plain path on the same
-device, and it says so once.
+Sub-networks of fewer channels are padded to widths that several of them share (`fast.narrow`). What it cannot fuse
+(another kind of model, attacks other than PGD) goes to the plain path on the same device, and it says so once.
 """
 
 import logging
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -15,20 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedprophet.cascade.atoms import Chain
+from fedprophet.cascade.narrow import narrow_chain
 from fedprophet.client.measure import drawn_samples
 from fedprophet.client.modules import digest
-from fedprophet.client.run import Client, layers_before, shard_weight
+from fedprophet.client.run import shard_weight
 from fedprophet.client.task import ClientTask, ClientUpdate, LocalTraining
 from fedprophet.client.trainer import batches
 from fedprophet.client.workspace import Workspace
 from fedprophet.data.dataset import LocalExamples
 from fedprophet.engines.embedded import EmbeddedEngine
+from fedprophet.engines.job import Job
+from fedprophet.fast.narrow import WHOLE, fitted, room, run_at, scalable, shapes_in, width_of, work
 from fedprophet.fast.program import Ladder, NotFusableError, Program, continues, read_program
 from fedprophet.fast.rounds import Backend, Evaluation, TrainingPlan
 from fedprophet.fast.stack import Folded
 from fedprophet.fleet.population import Population
-from fedprophet.randomness import key as draw_key
 from fedprophet.threat import ThreatModel
 
 log = logging.getLogger("fedprophet")
@@ -45,15 +46,6 @@ class Limits:
     activations: int
     resident: int
     plans: int = 8 * 2**30
-
-
-@dataclass(frozen=True)
-class _Job:
-    """A task with its client, and the client's own layers."""
-
-    task: ClientTask
-    client: Client
-    own: Mapping[str, Tensor]
 
 
 class Resident:
@@ -110,10 +102,17 @@ class StackedEngine:
                 continue
             # The device works on one part while the next is prepared.
             asked: Iterator[ClientUpdate] = iter(())
-            for part in (part for ladder in self._ladders(group) for part in self._chunks(ladder)):
-                before, asked = asked, WORK[part[0].kind](self, [self._job(task) for task in part])
+            for jobs in self._parts(group):
+                before, asked = asked, WORK[jobs[0].task.kind](self, jobs)
                 yield from before
             yield from asked
+
+    def _parts(self, tasks: Sequence[ClientTask]) -> Iterator[list[Job]]:
+        """Yield the tasks of a group in the parts that are carried out together."""
+        for width, abreast in self._abreast(tasks).items():
+            for ladder in self._ladders(abreast, width):
+                for part in self._chunks(ladder, width):
+                    yield self._jobs(part, width)
 
     # What can be fused, and with what.
 
@@ -130,7 +129,8 @@ class StackedEngine:
             self._say(f"the GPU engine leaves this to the plain path: {reason}")
             return None
         frozen = tuple(module.digest for module in task.frozen)
-        return task.kind, task.architecture, task.first, frozen, samples, task.training, task.threat
+        narrow = task.last if task.kept else None
+        return task.kind, task.architecture, task.first, frozen, samples, task.training, task.threat, narrow
 
     def _check(self, task: ClientTask, samples: int) -> None:
         """Raise NotFusableError where a task cannot be carried out on a stack."""
@@ -138,16 +138,19 @@ class StackedEngine:
             raise NotFusableError(f"tasks of the kind {task.kind!r}")
         if task.kind == "evaluate" and task.threat is not None and task.attack != "pgd":
             raise NotFusableError(f"attack {task.attack!r}")
-        if task.kept or task.adversarial_statistics:
-            raise NotFusableError("sub-networks" if task.kept else "two sets of norm statistics")
+        if task.adversarial_statistics:
+            raise NotFusableError("two sets of norm statistics")
+        if task.kept and (task.first or task.frozen or task.head is not None):
+            raise NotFusableError("sub-networks of a part of the model")
         if task.kind == "train" and min(_sizes(task, samples)) < 2:
             raise NotFusableError("a batch of a single sample")
-        program = self._program(*self._span(task))
+        width = self._width(task)
+        program = self._program(*self._span(task, width))
         if bool(program.dense) == (task.kind == "measure"):
             raise NotFusableError("measuring class scores" if program.dense else "a model without a linear layer")
         if task.frozen and task.kind != "evaluate" and self._program(*self._prefix(task)).dense:
             raise NotFusableError("a linear layer in front of a convolution")
-        if self._activations(task, samples) > self._limits.activations:
+        if self._activations(task, samples, width) > self._limits.activations:
             raise NotFusableError(f"{samples} samples of one client at once, which need more memory than there is")
 
     def _samples(self, task: ClientTask) -> int:
@@ -156,16 +159,20 @@ class StackedEngine:
             return len(evaluated_positions(task, len(data.validation)))
         return len(data.train)
 
-    @staticmethod
-    def _span(task: ClientTask) -> tuple[str, int, int, int | None]:
-        """Return architecture, first and last atom and exit of what a task runs."""
-        first = 0 if task.kind == "evaluate" else task.first
-        return task.architecture, first, task.last, task.head
+    def _width(self, task: ClientTask) -> int:
+        """Return the least width that has room for what a task runs."""
+        return width_of(self._workspaces[task.architecture].channels, task.kept) if task.kept else WHOLE
 
     @staticmethod
-    def _prefix(task: ClientTask) -> tuple[str, int, int, None]:
+    def _span(task: ClientTask, width: int) -> tuple[str, int, int, int | None, int]:
+        """Return architecture, first and last atom, exit and width of what a task runs."""
+        first = 0 if task.kind == "evaluate" else task.first
+        return task.architecture, first, task.last, task.head, width
+
+    @staticmethod
+    def _prefix(task: ClientTask) -> tuple[str, int, int, None, int]:
         """Return the same for what lies in front of it."""
-        return task.architecture, 0, task.first, None
+        return task.architecture, 0, task.first, None, WHOLE
 
     def _program(self, *span: Any) -> Program:
         """Read a span once, also where it is refused."""
@@ -179,33 +186,51 @@ class StackedEngine:
             raise NotFusableError(found)
         return found
 
-    def _read(self, architecture: str, first: int, last: int, head: int | None) -> Program:
+    def _read(self, architecture: str, first: int, last: int, head: int | None, width: int) -> Program:
         workspace = self._workspaces[architecture]
-        shape = feature_shape(workspace, first)
-        return read_program(workspace.chain, first, last, head, shape, workspace.classes)
+        shape, chain = feature_shape(workspace, first), workspace.chain
+        if width < WHOLE:
+            # Factors are in the stacks, so that layers are of their usual kinds.
+            chain = narrow_chain(chain, workspace.channels, self._room(workspace, width), scaled=False)
+        return read_program(chain, first, last, head, shape, workspace.classes)
 
-    def _activations(self, task: ClientTask, samples: int) -> int:
+    def _room(self, workspace: Workspace, width: int) -> dict[str, Tensor]:
+        """Return the channels that a network of a width has."""
+        return room(workspace.chain.model, workspace.channels, width, self._backend.kernels.tile)
+
+    def _activations(self, task: ClientTask, samples: int, width: int = WHOLE) -> int:
         """Return how many bytes of activations one client of a group needs."""
-        program = self._program(*self._span(task))
+        program = self._program(*self._span(task, width))
         together = min(samples, task.training.batch) if task.training and task.kind == "train" else samples
         elements = 0
         for block, (height, width) in zip(program.blocks, program.sizes, strict=False):
             elements += 2 * len(block.convolutions) * block.outputs * height * width // block.stride**2
         return self._backend.compute.itemsize * elements * together
 
-    def _ladders(self, tasks: Sequence[ClientTask]) -> Iterator[Sequence[ClientTask]]:
+    def _abreast(self, tasks: Sequence[ClientTask]) -> Mapping[int, Sequence[ClientTask]]:
+        """Return tasks by the width that they are run at: sub-networks with wider ones where that costs less."""
+        if not tasks[0].kept:
+            return {WHOLE: tasks}
+        widths = [self._width(task) for task in tasks]
+        wider = run_at(Counter(widths), lambda width: work(self._program(*self._span(tasks[0], width))))
+        found: dict[int, list[ClientTask]] = {}
+        for task, width in zip(tasks, widths, strict=True):
+            found.setdefault(wider[width], []).append(task)
+        return found
+
+    def _ladders(self, tasks: Sequence[ClientTask], width: int) -> Iterator[Sequence[ClientTask]]:
         """Yield tasks whose programs begin alike together, those that go furthest first."""
         ladder: list[ClientTask] = []
         for task in sorted(tasks, key=lambda task: (-task.last, task.client, task.number)):
-            if ladder and not continues(self._program(*self._span(ladder[-1])), self._program(*self._span(task))):
+            if ladder and not continues(*(self._program(*self._span(one, width)) for one in (ladder[-1], task))):
                 yield ladder
                 ladder = []
             ladder.append(task)
         yield ladder
 
-    def _chunks(self, tasks: Sequence[ClientTask]) -> Iterator[Sequence[ClientTask]]:
+    def _chunks(self, tasks: Sequence[ClientTask], width: int = WHOLE) -> Iterator[Sequence[ClientTask]]:
         """Cut a group so that the activations of each part fit; the first task goes furthest."""
-        size = self._activations(tasks[0], self._samples(tasks[0]))
+        size = self._activations(tasks[0], self._samples(tasks[0]), width)
         most = max(1, self._limits.activations // size)
         if tasks[0].kind != "train" and len(tasks) > 4 * BEGINNING and most >= BEGINNING:
             yield tasks[:BEGINNING]
@@ -216,18 +241,16 @@ class StackedEngine:
         for start in range(0, len(tasks), each):
             yield tasks[start : start + each]
 
-    def _ladder(self, jobs: Sequence[_Job]) -> Ladder:
-        return Ladder(tuple(self._program(*self._span(job.task)) for job in jobs))
+    def _ladder(self, jobs: Sequence[Job]) -> Ladder:
+        return Ladder(tuple(self._program(*self._span(job.task, job.width)) for job in jobs))
 
     def _say(self, text: str) -> None:
         if text not in self._said:
             self._said.add(text)
             log.warning(text)
 
-    def _job(self, task: ClientTask) -> _Job:
-        layers = self._workspaces[task.architecture].layers
-        own = layers.get(task.architecture, task.client, task.timeline, layers_before(task)) or {}
-        return _Job(task, self._client(task.client), own)
+    def _jobs(self, tasks: Sequence[ClientTask], width: int) -> list[Job]:
+        return [Job(task, self._client(task.client), self._workspaces[task.architecture], width) for task in tasks]
 
     def _plan(self, key: Hashable, make: Callable[[], TrainingPlan]) -> TrainingPlan:
         """Return a plan that is kept, or make it; those not used for longest make room."""
@@ -240,23 +263,22 @@ class StackedEngine:
 
     # Training.
 
-    def _train(self, jobs: Sequence[_Job]) -> Iterator[ClientUpdate]:
+    def _train(self, jobs: Sequence[Job]) -> Iterator[ClientUpdate]:
         task = jobs[0].task
         assert task.training is not None
         ladder, samples = self._ladder(jobs), len(jobs[0].client.data.train)
-        constant, threat = replace(task.training, learning_rate=0.0), _constant(task.threat)
-        plan = self._plan(
-            (ladder, samples, constant, threat),
-            lambda: TrainingPlan(ladder, self._backend, samples, constant, threat),
-        )
+        hyper, threat = replace(task.training, learning_rate=0.0), _constant(task.threat)
+        # Whatever the factors are, the same parameters have some: a plan serves the next round as well.
+        scaled = scalable(jobs[0].workspace.channels, ladder) if task.kept else ()
+        kind = ladder, self._backend, samples, hyper, threat, scaled
+        plan = self._plan(kind, lambda: TrainingPlan(*kind))
         labels = [self._labels(job, "train", job.client.data.train) for job in jobs]
-        plan.load(
-            self._parameters(jobs), list(zip(self._inputs(jobs), labels, strict=True)), task.training, task.threat
-        )
-        plan.run(self._schedule(jobs, samples), _seeds(jobs))
+        data = list(zip(self._inputs(jobs), labels, strict=True))
+        plan.load(self._parameters(jobs), data, task.training, task.threat, [job.factors for job in jobs])
+        plan.run(self._schedule(jobs, samples), [job.seed for job in jobs])
         yield from self._updates(jobs, plan, task.training)
 
-    def _schedule(self, jobs: Sequence[_Job], samples: int) -> Iterator[Tensor]:
+    def _schedule(self, jobs: Sequence[Job], samples: int) -> Iterator[Tensor]:
         """Yield the positions of every local iteration, those of all clients together, from the device's memory."""
         hyper = jobs[0].task.training
         assert hyper is not None
@@ -265,21 +287,20 @@ class StackedEngine:
         everything = torch.stack([torch.cat(positions) for positions in drawn]).to(self._backend.device)
         yield from torch.split(everything, sizes, dim=1)
 
-    def _updates(self, jobs: Sequence[_Job], plan: TrainingPlan, hyper: LocalTraining) -> Iterator[ClientUpdate]:
-        trained, losses, sound = plan.results()
-        workspace = self._workspaces[jobs[0].task.architecture]
-        chain = workspace.chain
+    def _updates(self, jobs: Sequence[Job], plan: TrainingPlan, hyper: LocalTraining) -> Iterator[ClientUpdate]:
+        stacks, losses, sound = plan.results()
+        trained = [job.taken(tensors) for job, tensors in zip(jobs, stacks, strict=True)]
         local = [
-            {name: tensors[name] for name in chain.local(job.task.first, job.task.last) if name in tensors}
+            {name: tensors[name] for name in job.local_names() if name in tensors}
             for job, tensors in zip(jobs, trained, strict=True)
         ]
         layers = brought_home(local)
         for job, tensors, own, loss, finite in zip(jobs, trained, layers, losses, sound, strict=True):
             task = job.task
-            kept = {**job.own, **own, **self._counters(chain, task, job.own, workspace, hyper.iterations)}
+            kept = {**job.own, **own, **job.counters(hyper.iterations)}
             loss = loss if finite else math.nan
             if math.isfinite(loss):
-                workspace.layers.put(task.architecture, task.client, task.round, kept, task.timeline)
+                job.layers.put(task.architecture, task.client, task.round, kept, task.timeline)
             yield ClientUpdate(
                 task.kind,
                 task.round,
@@ -291,33 +312,25 @@ class StackedEngine:
                 number=task.number,
             )
 
-    @staticmethod
-    def _counters(
-        chain: Chain, task: ClientTask, own: Mapping[str, Tensor], workspace: Workspace, steps: int
-    ) -> dict[str, Tensor]:
-        """Return the norm layers' counts of batches, which nothing computes with, as the plain path leaves them."""
-        names = [name for name in chain.local(task.first, task.last) if name.endswith("num_batches_tracked")]
-        return {name: own.get(name, workspace.initial[name]) + steps for name in names}
-
     # Evaluation and measuring.
 
-    def _evaluate(self, jobs: Sequence[_Job]) -> Iterator[ClientUpdate]:
+    def _evaluate(self, jobs: Sequence[Job]) -> Iterator[ClientUpdate]:
         samples = self._samples(jobs[0].task)
         images, labels = zip(*(self._held_out(job) for job in jobs), strict=True)
         counts = self._evaluation(jobs, images, labels).answers()
         return _answers(jobs, samples, [shard_weight(job.client) for job in jobs], counts)
 
-    def _measure(self, jobs: Sequence[_Job]) -> Iterator[ClientUpdate]:
+    def _measure(self, jobs: Sequence[Job]) -> Iterator[ClientUpdate]:
         samples = self._samples(jobs[0].task)
         unlabelled = [torch.zeros(samples, dtype=torch.long, device=self._backend.device)] * len(jobs)
         magnitudes = self._evaluation(jobs, self._inputs(jobs), unlabelled).magnitudes()
         return _answers(jobs, samples, [float(samples)] * len(jobs), magnitudes)
 
-    def _evaluation(self, jobs: Sequence[_Job], inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> Evaluation:
+    def _evaluation(self, jobs: Sequence[Job], inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> Evaluation:
         """Return what a group that does not train is asked with."""
         folded = self._folded(self._ladder(jobs), self._parameters(jobs))
         together = torch.stack(tuple(inputs)).float(), torch.stack(tuple(labels))
-        return Evaluation(folded, *together, jobs[0].task.threat, _seeds(jobs))
+        return Evaluation(folded, *together, jobs[0].task.threat, [job.seed for job in jobs])
 
     def _folded(self, ladder: Ladder, parameters: Sequence[Mapping[str, Tensor]]) -> Folded:
         """Return networks in evaluation mode."""
@@ -325,7 +338,7 @@ class StackedEngine:
         folded.fold(folded.layout.stacked(parameters, self._backend.device))
         return folded
 
-    def _held_out(self, job: _Job) -> tuple[Tensor, Tensor]:
+    def _held_out(self, job: Job) -> tuple[Tensor, Tensor]:
         """Return the images and labels that an evaluation is about."""
         examples = job.client.data.validation
         images, labels = self._images(job, "validation", examples), self._labels(job, "validation", examples)
@@ -337,16 +350,17 @@ class StackedEngine:
 
     # What tasks are loaded with.
 
-    def _parameters(self, jobs: Sequence[_Job]) -> list[Mapping[str, Tensor]]:
-        """Return every tensor that the clients' programs need, from wherever it is kept."""
-        found: list[Mapping[str, Tensor]] = []
-        for job in jobs:
-            workspace = self._workspaces[job.task.architecture]
-            frozen = {n: v for module in job.task.frozen for n, v in workspace.modules[module.digest].items()}
-            found.append({**workspace.initial, **job.own, **frozen, **job.task.parameters})
-        return found
+    def _parameters(self, jobs: Sequence[Job]) -> Sequence[Mapping[str, Tensor]]:
+        """Return every tensor that the clients' programs need, as it lies in a stack."""
+        tensors = [job.tensors for job in jobs]
+        if not jobs[0].task.kept:
+            return tensors
+        workspace, used = jobs[0].workspace, self._ladder(jobs).spans
+        full = {name: value for name, value in workspace.chain.tensors.items() if name in used}
+        shapes = shapes_in(workspace.channels, self._room(workspace, jobs[0].width), full)
+        return fitted(tensors, [job.factors for job in jobs], shapes, self._backend.device)
 
-    def _inputs(self, jobs: Sequence[_Job]) -> list[Tensor]:
+    def _inputs(self, jobs: Sequence[Job]) -> list[Tensor]:
         """Return what atom `first` reads for every training sample: images, or features that stay on the device."""
         if not jobs[0].task.frozen:
             return [self._images(job, "train", job.client.data.train) for job in jobs]
@@ -355,12 +369,12 @@ class StackedEngine:
         fresh = dict(zip(missing, self._features([jobs[number] for number in missing]), strict=True))
         return [self._resident.get(key, partial(fresh.__getitem__, number)) for number, key in enumerate(keys)]
 
-    def _features_key(self, job: _Job) -> Hashable:
+    def _features_key(self, job: Job) -> Hashable:
         chain = self._workspaces[job.task.architecture].chain
         own = digest({name: job.own[name] for name in chain.local(0, job.task.first) if name in job.own})
         return "features", job.task.client, tuple(module.digest for module in job.task.frozen), own
 
-    def _features(self, jobs: Sequence[_Job]) -> list[Tensor]:
+    def _features(self, jobs: Sequence[Job]) -> list[Tensor]:
         """Run the clients' frozen prefixes over their training samples, in evaluation mode."""
         if not jobs:
             return []
@@ -372,19 +386,19 @@ class StackedEngine:
         made = torch.cat([folded.features(folded.prepare(part))[..., : program.feature[0]] for part in parts], dim=1)
         return [features.clone() for features in made]
 
-    def _images(self, job: _Job, part: str, examples: LocalExamples) -> Tensor:
+    def _images(self, job: Job, part: str, examples: LocalExamples) -> Tensor:
         def fetch() -> Tensor:
             images = examples.fetch(torch.arange(len(examples))).to(self._backend.device)
             return images.permute(0, 2, 3, 1).contiguous()
 
         return self._resident.get(("images", job.task.client, part), fetch)
 
-    def _labels(self, job: _Job, part: str, examples: LocalExamples) -> Tensor:
+    def _labels(self, job: Job, part: str, examples: LocalExamples) -> Tensor:
         key = ("labels", job.task.client, part)
         return self._resident.get(key, lambda: examples.labels.to(self._backend.device))
 
 
-WORK: Mapping[str, Callable[[StackedEngine, Sequence[_Job]], Iterator[ClientUpdate]]] = {
+WORK: Mapping[str, Callable[[StackedEngine, Sequence[Job]], Iterator[ClientUpdate]]] = {
     "train": StackedEngine._train,
     "evaluate": StackedEngine._evaluate,
     "measure": StackedEngine._measure,
@@ -427,7 +441,7 @@ def _sizes(task: ClientTask, samples: int) -> set[int]:
 
 
 def _answers(
-    jobs: Sequence[_Job], samples: int, weights: Sequence[float], found: Mapping[str, Tensor]
+    jobs: Sequence[Job], samples: int, weights: Sequence[float], found: Mapping[str, Tensor]
 ) -> Iterator[ClientUpdate]:
     """Yield what was found for each client under every name. The first to ask waits for the device."""
     rows = torch.stack(list(found.values()), dim=1).tolist()
@@ -439,9 +453,3 @@ def _answers(
 def _constant(threat: ThreatModel | None) -> ThreatModel | None:
     """Return what of a threat a plan depends on: radius and step may change while it is kept."""
     return threat if threat is None or threat.harmless else replace(threat, radius=1.0, step=1.0)
-
-
-def _seeds(jobs: Sequence[_Job]) -> list[int]:
-    """Return the seed of each task's draws: it does not depend on who else is in the group."""
-    tasks = [job.task for job in jobs]
-    return [draw_key(t.seed, f"fast {t.kind}", t.round, t.client, t.part[0] if t.part else 0) for t in tasks]

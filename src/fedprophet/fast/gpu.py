@@ -31,6 +31,7 @@ class TritonKernels:
     """The operations of `kernels.Kernels` on one GPU."""
 
     multiple = 16
+    tile = 64
 
     def __init__(self) -> None:
         self._torch = TorchKernels()

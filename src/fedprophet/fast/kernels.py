@@ -54,6 +54,8 @@ class Kernels(Protocol):
 
     multiple: int
     """Channels are padded with zeros to a multiple of this."""
+    tile: int
+    """Fewer channels than a multiple of this take as long."""
 
     def convolve(
         self,
@@ -121,6 +123,7 @@ class TorchKernels:
     """Client after client, each with torch's own convolutions in channels-last layout."""
 
     multiple = 1
+    tile = 1
 
     def convolve(
         self,

@@ -15,6 +15,7 @@ from fedprophet.client.task import LocalTraining
 from fedprophet.fast.attack import Attack
 from fedprophet.fast.draws import Draws
 from fedprophet.fast.kernels import Kernels
+from fedprophet.fast.narrow import Factors, Squares
 from fedprophet.fast.program import Ladder
 from fedprophet.fast.stack import Folded, Layout, Tensors
 from fedprophet.fast.training import Training
@@ -60,13 +61,17 @@ class _Iteration:
 
 @dataclass
 class TrainingPlan:
-    """The memory of a group in training, and an iteration for each batch size that occurs."""
+    """The memory of a group in training, and an iteration for each batch size that occurs.
+
+    `scaled` names the parameters that a group of sub-networks brings multiplied by a factor for each client.
+    """
 
     ladder: Ladder
     backend: Backend
     samples: int
     hyper: LocalTraining
     threat: ThreatModel | None
+    scaled: tuple[str, ...] = ()
     _iterations: dict[int, _Iteration] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -87,17 +92,24 @@ class TrainingPlan:
         data: Sequence[tuple[Tensor, Tensor]],
         hyper: LocalTraining,
         threat: ThreatModel | None,
+        factors: Sequence[Factors] = (),
     ) -> None:
-        """Take over a group: its parameters, its inputs and labels, and what may change from round to round."""
+        """Take over a group: its parameters, its inputs and labels, and what may change from round to round.
+
+        `factors` are by how much each client's parameters are multiplied, where there are any that can be.
+        """
         stacks = self.layout.stacked(parameters, self.backend.device)
         if self.training is None:
             # Training writes in place, and stacks may be views of what tasks brought.
             owned = {name: value.clone(memory_format=torch.contiguous_format) for name, value in stacks.items()}
             self.training = Training(self.ladder, self.backend.kernels, self.backend.compute, owned, self.hyper)
+            self.training.squares = Squares(self.scaled, self.ladder, self.backend.device) if self.scaled else None
         else:
             for name, value in stacks.items():
                 self.training.stacks[name].copy_(value)
         self.training.reset(hyper.learning_rate)
+        if self.training.squares is not None:
+            self.training.squares.set(factors)
         for number, (inputs, labels) in enumerate(data):
             self.inputs[number].copy_(inputs)
             self.labels[number].copy_(labels)

@@ -10,6 +10,7 @@ from torch import Tensor
 from fedprophet.client.task import LocalTraining
 from fedprophet.fast.draws import Draws
 from fedprophet.fast.kernels import Kernels
+from fedprophet.fast.narrow import Squares
 from fedprophet.fast.program import Block, Convolution, Exits, Ladder
 from fedprophet.fast.stack import Network, dense_backward, dense_forward, joined
 
@@ -54,6 +55,8 @@ class Training(Network):
         self.learning_rate = torch.tensor(hyper.learning_rate, device=first.device)
         self.velocity = {name: torch.zeros_like(stacks[name]) for name in self.layout.parameters()}
         self.losses = torch.zeros(ladder.clients, device=first.device)
+        self.squares: Squares | None = None
+        """By what gradients count where parameters lie multiplied by a factor, see `narrow`."""
 
     def reset(self, learning_rate: float) -> None:
         """Begin a round: no velocity, no losses."""
@@ -193,6 +196,8 @@ class Training(Network):
     def _descend(self, gradients: dict[str, Tensor]) -> None:
         """Take the step: v ← momentum · v + g + decay · w, w ← w − rate · v."""
         names = self.layout.parameters()
+        if self.squares is not None:
+            self.squares.apply(gradients)
         torch._fused_sgd_(
             [self.stacks[name] for name in names],
             [gradients[name].contiguous() for name in names],  # it reads memory, not strides

@@ -1,0 +1,72 @@
+"""A task on its way into a stack: what the client brings, and how what it trained becomes its own again."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from fedprophet.cascade.narrow import slice_state
+from fedprophet.client.run import Client, layers_before
+from fedprophet.client.subnetwork import NarrowLayers
+from fedprophet.client.task import ClientTask
+from fedprophet.client.workspace import LocalLayers, Workspace
+from fedprophet.fast.narrow import Factors, cut_out, factors_of
+from fedprophet.randomness import key as draw_key
+
+
+@dataclass(frozen=True)
+class Job:
+    """A task with its client, and the width that the client is run at (`fast.narrow`)."""
+
+    task: ClientTask
+    client: Client
+    workspace: Workspace
+    width: int
+
+    @cached_property
+    def layers(self) -> LocalLayers:
+        """Where the client's own layers are kept, those of its sub-network where it has one."""
+        workspace, kept = self.workspace, self.task.kept
+        full = workspace.layers
+        return NarrowLayers(full, workspace.channels, kept, workspace.initial) if kept else full
+
+    @cached_property
+    def own(self) -> Mapping[str, Tensor]:
+        """The client's own layers."""
+        task = self.task
+        return self.layers.get(task.architecture, task.client, task.timeline, layers_before(task)) or {}
+
+    @cached_property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Every tensor that the client's program needs, from wherever it is kept."""
+        initial = {name: value for name, value in self.workspace.initial.items() if name not in self.own}
+        if self.task.kept:
+            initial = slice_state(self.workspace.channels, self.task.kept, initial)
+        modules = self.workspace.modules
+        frozen = {n: v for module in self.task.frozen for n, v in modules[module.digest].items()}
+        return {**initial, **self.own, **frozen, **self.task.parameters}
+
+    @cached_property
+    def factors(self) -> Factors:
+        """By how much its tensors are multiplied in a stack."""
+        return factors_of(self.workspace.channels, self.task.kept) if self.task.kept else {}
+
+    @property
+    def seed(self) -> int:
+        """The seed of the task's draws: it does not depend on who else is in the group."""
+        task = self.task
+        return draw_key(task.seed, f"fast {task.kind}", task.round, task.client, task.part[0] if task.part else 0)
+
+    def taken(self, trained: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return what a stack trained in the client's own shapes."""
+        return cut_out(trained, self.tensors, self.factors) if self.task.kept else trained
+
+    def local_names(self) -> tuple[str, ...]:
+        """Return the names of the layers that stay with the client."""
+        return self.workspace.chain.local(self.task.first, self.task.last)
+
+    def counters(self, steps: int) -> dict[str, Tensor]:
+        """Return the norm layers' counts of batches, which nothing computes with, as the plain path leaves them."""
+        names = [name for name in self.local_names() if name.endswith("num_batches_tracked")]
+        return {name: self.own.get(name, self.workspace.initial[name]) + steps for name in names}

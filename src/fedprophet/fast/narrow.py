@@ -1,0 +1,179 @@
+"""Sub-networks of different widths in one stack: padded with zeros to a common width, and scaled.
+
+Channels that a client lacks are zeros, and stay zeros in training: a channel whose convolution, norm weight and norm
+bias are 0 gives 0, so nothing reaches it or leaves it on the way back. Common widths come in eighths of the full one,
+so that the plans of one round serve others.
+
+A layer whose inputs are cut is multiplied by the full over the kept number of them (`cascade.narrow.Scaler`). A stack
+holds such a layer's weight and bias already multiplied: u = s · w. What runs on a stack then needs to know nothing of
+it, in training as in evaluation, but that a step on w is one on u with the gradient times s²: s · ∂l/∂w = s² · ∂l/∂u,
+and weight decay and momentum are multiplied by s with everything else.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from fedprophet.cascade.channels import Channels, Kept, first_channels
+from fedprophet.cascade.narrow import full_over_kept
+from fedprophet.fast.program import Ladder, Program
+
+Tensors = Mapping[str, Tensor]
+Factors = Mapping[str, float]
+"""By how much tensors are multiplied, by name; those that are not there lie as they are."""
+Shape = tuple[int, ...]
+
+WHOLE = 8
+"""The full width. Widths are counted in eighths of it: fewer would waste work on zeros, more would need more plans."""
+APART = 1.0
+"""What it costs to run clients apart from others, in clients of the full width: small layers do not fill a device."""
+
+
+def width_of(channels: Channels, kept: Kept) -> int:
+    """Return the least width that has room for a sub-network; the full one for a network that is not cut."""
+    cut = [-(-WHOLE * len(own) // channels.groups[group]) for group, own in kept.items()]
+    return max(cut, default=WHOLE)
+
+
+def room(model: nn.Module, channels: Channels, width: int, tile: int) -> dict[str, Tensor]:
+    """Return channels of a network that sub-networks of a width fit into, in multiples of `tile` where there are more.
+
+    The outputs of linear layers are never cut. They cost little, and dropout draws as many numbers for them whatever
+    the width is that a client happens to be run at.
+    """
+    return {
+        group: first_channels(
+            full, full if _is_linear(model, group) else min(full, _up(-(-width * full // WHOLE), tile))
+        )
+        for group, full in channels.groups.items()
+    }
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _is_linear(model: nn.Module, group: str) -> bool:
+    """Whether a group of channels is the outputs of a linear layer; it is named after the first layer that makes it."""
+    return isinstance(model.get_submodule(group), nn.Linear)
+
+
+def shapes_in(channels: Channels, kept: Kept, tensors: Tensors) -> dict[str, Shape]:
+    """Return the shapes that tensors of the full model have where the kept channels alone are left."""
+    found = {}
+    for name, tensor in tensors.items():
+        shape = list(tensor.shape)
+        for axis in channels.axes.get(name, ()):
+            shape[axis.axis] = len(kept[axis.group]) * axis.repeat
+        found[name] = tuple(shape)
+    return found
+
+
+# Which clients are run together.
+
+
+def work(program: Program) -> int:
+    """Return the multiplications of a sample's way through the convolutions."""
+    features = [replace(program, blocks=program.blocks[:number]).feature for number in range(len(program.blocks) + 1)]
+    return sum(9 * c * h * w * after for (c, h, w), (after, _, _) in pairwise(features))
+
+
+def run_at(counts: Mapping[int, int], cost: Callable[[int], float]) -> dict[int, int]:
+    """Return the width that clients of each width are run at, so that all of it costs least.
+
+    `counts` says how many clients there are of each width, `cost` what one costs that is run at a width. Neighbouring
+    widths are run together at the largest of them, or apart, which costs something as well (`APART`).
+    """
+    widths = sorted(counts, reverse=True)
+
+    @cache
+    def best(start: int) -> tuple[float, tuple[int, ...]]:
+        """Return what the widths from here on cost, and where their groups begin."""
+        if start == len(widths):
+            return 0.0, ()
+        options = []
+        for end in range(start + 1, len(widths) + 1):
+            clients = sum(counts[width] for width in widths[start:end])
+            after, begins = best(end)
+            options.append((APART * cost(WHOLE) + clients * cost(widths[start]) + after, (start, *begins)))
+        return min(options, key=lambda option: (option[0], len(option[1])))
+
+    begins = best(0)[1]
+    return {width: widths[max(b for b in begins if b <= number)] for number, width in enumerate(widths)}
+
+
+# Into the common shapes and back.
+
+
+def factors_of(channels: Channels, kept: Kept) -> dict[str, float]:
+    """Return by how much a sub-network's tensors are multiplied."""
+    layers = full_over_kept(channels, kept)
+    return {f"{layer}.{part}".removeprefix("."): s for layer, s in layers.items() for part in ("weight", "bias")}
+
+
+def scalable(channels: Channels, ladder: Ladder) -> tuple[str, ...]:
+    """Return a ladder's tensors that are multiplied in some sub-networks."""
+    least = {group: first_channels(full, 1) for group, full in channels.groups.items()}
+    able = factors_of(channels, least)
+    return tuple(name for name in ladder.spans if name in able)
+
+
+def fitted(
+    clients: Sequence[Tensors], factors: Sequence[Factors], shapes: Mapping[str, Shape], device: torch.device
+) -> list[dict[str, Tensor]]:
+    """Return the clients' tensors in common shapes, multiplied by their factors, with zeros for what one lacks."""
+    names = list(shapes)
+    homes = iter(_moved([tensors[name] for tensors in clients for name in names], device))
+    found: list[dict[str, Tensor]] = [{} for _ in clients]
+    stacks = {name: torch.zeros((len(clients), *shape), device=device) for name, shape in shapes.items()}
+    for number, own in enumerate(found):
+        for name in names:
+            value, slot = next(homes), stacks[name][number]
+            torch.mul(value, factors[number].get(name, 1.0), out=slot[_corner(value)])
+            own[name] = slot
+    return found
+
+
+def cut_out(tensors: Tensors, like: Tensors, factors: Factors) -> dict[str, Tensor]:
+    """Return a client's tensors as it had them: in the shapes of `like`, not multiplied, in memory of their own."""
+    return {
+        name: value[_corner(like[name])].div(factors.get(name, 1.0)).contiguous() for name, value in tensors.items()
+    }
+
+
+def _corner(part: Tensor) -> tuple[slice, ...]:
+    """Return where a tensor lies in one that is padded at the end of its axes."""
+    return tuple(slice(size) for size in part.shape)
+
+
+def _moved(values: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Return tensors on a device, those that come from elsewhere in one transfer."""
+    elsewhere = [value for value in values if value.device != device]
+    if not elsewhere:
+        return list(values)
+    flat = torch.cat([value.reshape(-1) for value in elsewhere]).to(device)
+    parts = iter(torch.split(flat, [value.numel() for value in elsewhere]))
+    return [value if value.device == device else next(parts).view(value.shape) for value in values]
+
+
+class Squares:
+    """The squares of the clients' factors, by which gradients of stacks count; a captured graph reads them anew."""
+
+    def __init__(self, names: Sequence[str], ladder: Ladder, device: torch.device) -> None:
+        self._names = names
+        self._all = torch.ones((len(names), ladder.clients), device=device)
+        self._own = {name: row[slice(*ladder.spans[name])] for name, row in zip(names, self._all, strict=True)}
+
+    def set(self, factors: Sequence[Factors]) -> None:
+        """Take over the factors of a group."""
+        self._all.copy_(torch.tensor([[own.get(name, 1.0) ** 2 for own in factors] for name in self._names]))
+
+    def apply(self, gradients: Mapping[str, Tensor]) -> None:
+        """Multiply gradients, in place."""
+        for name, squares in self._own.items():
+            gradient = gradients[name]
+            gradient.mul_(squares.view(-1, *[1] * (gradient.ndim - 1)))
