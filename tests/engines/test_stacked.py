@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from fedprophet.cascade.atoms import explicit_chain
-from fedprophet.client.task import SERVER, ClientTask
+from fedprophet.client.task import SERVER, ClientTask, Resources
 from fedprophet.data.dataset import from_tensors
 from fedprophet.engines import stacked as stacked_module
 from fedprophet.engines.stacked import Limits, Resident, StackedEngine, _sizes, evaluated_positions
+from fedprophet.fast import narrow
 from fedprophet.fast.kernels import TorchKernels
 from fedprophet.fast.rounds import Backend, TrainingPlan, uncaptured
 from fedprophet.methods import METHODS
@@ -23,6 +24,7 @@ from fedprophet.threat import ThreatModel
 
 PLENTY = 10**9
 ROOMY = Limits(PLENTY, PLENTY)
+PARTIAL = ("heterofl", "feddrop", "fedrolex")
 
 
 class Padded(TorchKernels):
@@ -70,31 +72,39 @@ def paired(one, other):
     return [(mine[key], theirs[key]) for key in sorted(mine)]
 
 
-def close(found, expected, tolerance=1e-4) -> bool:
+def close(found, expected, tolerance=1e-4, noise=1e-6) -> bool:
     """Whether two tensors are equal to 1e-4 relative. A convolution's bias before a batch norm is nothing but noise."""
-    return float((found - expected).norm()) <= tolerance * float(expected.norm()) + 1e-6
+    return float((found - expected).norm()) <= tolerance * float(expected.norm()) + noise
 
 
-def assert_same_training(session, tasks, engine=None, tolerance=1e-4):
+def assert_same_training(session, tasks, engine=None, tolerance=1e-4, noise=1e-6):
     """Train on both engines; compare parameter by parameter what comes back and what clients keep."""
     tasks = [replace(task, wants_local=True) for task in tasks]
-    expected = list(session.engine.map(tasks))
-    found = list((engine or stacked(session)).map(tasks))
+
+    def assert_same_tensors(one, other):
+        assert set(one) == set(other)
+        for name in other:
+            assert one[name].shape == other[name].shape
+            assert one[name].dtype == other[name].dtype
+            assert one[name].is_contiguous()
+            if name.endswith("num_batches_tracked"):
+                assert one[name] == other[name]
+            else:
+                assert close(one[name], other[name], tolerance, noise), name
+
+    def trained(engine):
+        updates = list(engine.map(tasks))
+        return updates, [session.layers.get(t.architecture, t.client, t.timeline, t.round + 1) for t in tasks]
+
+    (expected, plain_layers), (found, layers) = trained(session.engine), trained(engine or stacked(session))
     for mine, theirs in paired(found, expected):
         assert (mine.kind, mine.round, mine.weight) == (theirs.kind, theirs.round, theirs.weight)
         assert mine.metrics["samples"] == theirs.metrics["samples"]
         assert mine.metrics["loss"] == pytest.approx(theirs.metrics["loss"], rel=1e-5)
-        for name_of in ("parameters", "local"):
-            one, other = getattr(mine, name_of), getattr(theirs, name_of)
-            assert set(one) == set(other)
-            for name in other:
-                assert one[name].shape == other[name].shape
-                assert one[name].dtype == other[name].dtype
-                assert one[name].is_contiguous()
-                if name.endswith("num_batches_tracked"):
-                    assert one[name] == other[name]
-                else:
-                    assert close(one[name], other[name], tolerance), name
+        assert_same_tensors(mine.parameters, theirs.parameters)
+        assert_same_tensors(mine.local, theirs.local)
+    for mine, theirs in zip(layers, plain_layers, strict=True):
+        assert_same_tensors(mine, theirs)
     return found
 
 
@@ -103,8 +113,9 @@ def assert_same_training(session, tasks, engine=None, tolerance=1e-4):
 
 @pytest.mark.parametrize("kernels", [TorchKernels(), Padded()], ids=["exact", "padded"])
 @pytest.mark.parametrize("model", ["vgg-small", "resnet10"])
-@pytest.mark.parametrize("method", ["jfat", "fedprophet"])
-def test_rounds_without_an_attack_equal_the_plain_engines(session_of, method, model, kernels):
+@pytest.mark.parametrize("method", ["jfat", "fedprophet", *PARTIAL])
+def test_rounds_without_an_attack_equal_the_plain_engines(session_of, method, model, kernels, caplog):
+    caplog.set_level(logging.WARNING, "fedprophet")
     changes = {"method": method, "model.name": model, "memory.budget": "50%"}
     changes |= {"rounds": 4, "train.warmup": 3, "train.iterations": 3}
     ends = []
@@ -121,6 +132,9 @@ def test_rounds_without_an_attack_equal_the_plain_engines(session_of, method, mo
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-5)
         assert other["clean"] == one["clean"]
         assert other["times"] == one["times"]
+        assert other.get("widths") == one.get("widths")
+        assert other["dropped"] == one["dropped"] == {}
+    assert not caplog.records  # nothing was left to the plain path
     start = session.method.initial()
     for name in plain.model:
         assert close(fast.model[name], plain.model[name]), name
@@ -486,6 +500,139 @@ def test_clients_that_train_ahead_are_carried_out_with_the_others(cascade, monke
     assert len(made[0].ladder.exits) == 3
 
 
+# Sub-networks.
+
+
+EVEN = {"shards.kind": "iid", "population.clients": 10}
+"""The first six clients own as many samples each, so that nothing but widths tells them apart."""
+
+
+def partial_tasks(session, widths, round=1, clients=None, **changes):
+    """Return training tasks of sub-networks of the given fractions, cut out of the initial model."""
+    method = session.method
+    state = replace(method.initial(), round=round)
+    memory = session.world.cost.total_memory
+    chosen = range(len(widths)) if clients is None else clients
+    available = {c: Resources(int(r * memory) + 1, 1e9, 1e9) for c, r in zip(chosen, widths, strict=True)}
+    return [replace(task, **changes) for task in method.assign(state, available, {})]
+
+
+@pytest.fixture
+def plans(monkeypatch):
+    """Return a list that every plan is put into when it is made."""
+    made = []
+    real = TrainingPlan.__post_init__
+    monkeypatch.setattr(TrainingPlan, "__post_init__", lambda self: (made.append(self), real(self))[1])
+    return made
+
+
+SHARES = (0.25, 1.0, 0.6, 0.5, 0.99, 0.05)
+
+
+@pytest.mark.parametrize(
+    ("method", "apart", "kernels", "groups"),
+    [
+        ("heterofl", 0.0, TorchKernels(), [1, 1, 1, 1, 2]),  # each width apart
+        ("heterofl", 1.0, Padded(), [2, 4]),  # 2 + 4 · (5/8)² + 2 is less than 2 + 2 · (5/8)² + 2 · (2/8)² + 3
+        ("heterofl", 100.0, TorchKernels(), [6]),
+        ("feddrop", 1.0, TorchKernels(), [2, 4]),
+        ("fedrolex", 100.0, Padded(), [6]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_sub_networks_of_any_width(session_of, monkeypatch, plans, method, apart, kernels, groups):
+    """Two rounds: a plan is used again for other channels, and clients begin with what they kept of the first."""
+    monkeypatch.setattr(narrow, "APART", apart)
+    session = session_of({"method": method, **EVEN, "model.options": {"width": 8}})
+    engine = stacked(session, kernels=kernels)
+    for number, widths in enumerate((SHARES, SHARES[::-1]), start=1):
+        tasks = partial_tasks(session, widths, number, threat=None)
+        assert len({tuple(map(len, task.kept.values())) for task in tasks}) == len(SHARES)
+        # One channel of eight: whatever a layer gets is multiplied by eight, noise as well.
+        assert_same_training(session, tasks, engine, noise=1e-5)
+    assert sorted(plan.ladder.clients for plan in plans) == groups
+
+
+def test_sub_networks_beside_whole_ones(session_of):
+    """A task that names no channels trains the model itself, in a group of its own."""
+    session = session_of({"method": "heterofl", **EVEN})
+    whole = joint(session, clients=(0, 1), threat=None)
+    cut = partial_tasks(session, (0.3, 0.7), clients=(2, 3), threat=None)
+    assert_same_training(session, [whole[0], *cut, whole[1]])
+
+
+def test_plans_of_sub_networks_leave_no_trace(session_of, monkeypatch, plans, same_tensors):
+    """Attacked rounds on one engine, and the last of them on a fresh one: the same bytes."""
+    session = session_of({"method": "feddrop", **EVEN, "train.warmup": 0})
+    monkeypatch.setattr(narrow, "APART", 100.0)
+    used = stacked(session)
+    for number, widths in enumerate(((1.0, 0.9, 0.9), (0.5, 1.0, 0.25)), start=1):
+        list(used.map(partial_tasks(session, widths, number)))
+    made = len(plans)
+    tasks = partial_tasks(session, (0.25, 1.0, 0.5), 3)
+    found = list(used.map(tasks))
+    assert len(plans) == made > 0
+    for mine, fresh in paired(found, stacked(session).map(tasks)):
+        assert same_tensors(mine.parameters, fresh.parameters)
+        assert mine.metrics == fresh.metrics
+
+
+def test_a_sub_network_does_not_depend_on_who_is_beside_it(session_of, monkeypatch):
+    """Alone at its own width and in a stack of the full one, attacked: the same draws, so the same numbers."""
+    session = session_of({"method": "feddrop", **EVEN, "train.warmup": 0, "model.options": {"width": 3}})
+    tasks = partial_tasks(session, (0.4, 1.0, 0.7))
+    tasks = [replace(task, training=replace(task.training, iterations=1)) for task in tasks]
+    monkeypatch.setattr(narrow, "APART", 100.0)
+    together = list(stacked(session).map(tasks))
+    alone = [update for task in tasks for update in stacked(session).map([task])]
+    for a, b in paired(together, alone):
+        assert a.metrics["loss"] == pytest.approx(b.metrics["loss"], rel=1e-4)
+        assert all(close(a.parameters[name], b.parameters[name], 1e-3) for name in a.parameters)
+
+
+def test_attacks_on_sub_networks_find_losses_as_high(session_of):
+    changes = {"train.iterations": 12, "train.batch": 32, "rounds": 4, "train.warmup": 3, "model.options": {"width": 6}}
+    session = session_of({"method": "heterofl", **EVEN, **changes})
+    state = session.method.initial()
+    for _ in range(3):
+        state, _ = hold(session.method.round(state), session.engine)
+    session.method.initial = lambda: state
+    tasks = partial_tasks(session, (0.3, 0.6, 1.0, 0.8), round=9)
+    hyper = replace(tasks[0].training, iterations=4, learning_rate=1e-9)
+    threat = ThreatModel("linf", 0.1, 0.04, 5, (0.0, 1.0))
+    tasks = [replace(task, training=hyper, threat=threat) for task in tasks]
+    clean = sum(u.metrics["loss"] for u in session.engine.map([replace(task, threat=None) for task in tasks]))
+    pairs = paired(stacked(session).map(tasks), session.engine.map(tasks))
+    mine, theirs = (sum(update.metrics["loss"] for update in side) - clean for side in zip(*pairs, strict=True))
+    assert theirs > 1.0
+    assert mine == pytest.approx(theirs, rel=0.05)
+
+
+def test_a_sub_network_is_evaluated_as_such(session_of):
+    session = session_of({"method": "fedrolex", **EVEN})
+    trained = partial_tasks(session, (0.3, 0.6, 1.0), threat=None)
+    list(session.engine.map(trained))
+    threat = ThreatModel("linf", 0.02, 0.01, 2, (0.0, 1.0))
+    assert_same_evaluation(session, [replace(task, kind="evaluate", threat=threat) for task in trained])
+
+
+def test_a_sub_network_that_diverges_leaves_the_others_alone(session_of, same_tensors):
+    session = session_of({"method": "heterofl", **EVEN})
+    tasks = partial_tasks(session, (0.9, 0.9, 0.95))
+    usual = {update.client: update for update in stacked(session).map(tasks)}
+    layers = session.engine._workspaces["backbone"].layers
+    layers._clients[("backbone", 1)].versions.pop(1)
+    weight = tasks[1].parameters["features.3.weight"]
+    spoilt = {**tasks[1].parameters, "features.3.weight": torch.full_like(weight, 1e38)}
+    again = [tasks[0], replace(tasks[1], parameters=spoilt), tasks[2]]
+    found = {update.client: update for update in stacked(session).map(again)}
+    assert math.isnan(found[1].metrics["loss"])
+    assert 1 not in layers._clients[("backbone", 1)].versions
+    for client in (0, 2):
+        assert found[client].metrics == usual[client].metrics
+        assert same_tensors(found[client].parameters, usual[client].parameters)
+
+
 # What cannot be fused.
 
 
@@ -541,9 +688,10 @@ def test_other_attacks_and_kinds_of_work(session_of, caplog):
         assert engine._kind_of(replace(task, kind="adopt")) is None
         assert engine._kind_of(replace(predict, client=0)) is None
         assert engine._kind_of(replace(task, adversarial_statistics=True)) is None
-        assert engine._kind_of(replace(task, kept={"0": torch.arange(2)})) is None
+        assert engine._kind_of(replace(task, kept={"features.0": torch.arange(2)}, head=0)) is None
     assert said(caplog) == [
-        "attack 'autoattack'", "tasks of the kind 'predict'", "two sets of norm statistics", "sub-networks"
+        "attack 'autoattack'", "tasks of the kind 'predict'", "two sets of norm statistics",
+        "sub-networks of a part of the model",
     ]  # fmt: skip
 
 

@@ -327,6 +327,7 @@ def test_grouped_convolutions():
         (nn.BatchNorm2d(4, affine=False), "a batch norm without an affine transformation"),
         (nn.BatchNorm2d(4, track_running_stats=False), "a batch norm that keeps no statistics"),
         (nn.BatchNorm2d(4, momentum=None), "a batch norm without a momentum"),
+        (nn.BatchNorm2d(4, eps=0.0), "a batch norm without an epsilon, which would divide padding by zero"),
         (nn.GroupNorm(2, 4), "a convolution that is followed by GroupNorm"),
         (nn.Identity(), "a convolution that is followed by ReLU"),
     ],

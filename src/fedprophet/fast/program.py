@@ -450,6 +450,8 @@ def _check_norm(layer: nn.BatchNorm2d) -> None:
         raise NotFusableError("a batch norm that keeps no statistics")
     if layer.momentum is None:
         raise NotFusableError("a batch norm without a momentum")
+    if layer.eps == 0:
+        raise NotFusableError("a batch norm without an epsilon, which would divide padding by zero")
 
 
 def _side(pool: nn.AdaptiveAvgPool2d) -> int:

@@ -3,7 +3,7 @@
 The clients form a ladder: a block is run for the first clients that have it, and each exit for those that leave there.
 
 Parameters are float32 masters; `compute` is the type of activations and of the copies that products read. Channels are
-padded with zeros where the kernels want it: zeros stay zeros in training, so nobody notices.
+padded with zeros where the kernels want it: zeros stay zeros in training, so nobody notices (`narrow` says why).
 """
 
 from collections.abc import Callable, Mapping, Sequence
