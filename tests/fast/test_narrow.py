@@ -27,7 +27,7 @@ from fedprophet.fast.narrow import (
     width_of,
     work,
 )
-from fedprophet.fast.program import Ladder, Program, read_program
+from fedprophet.fast.program import Block, Convolution, Ladder, Program, read_program
 from fedprophet.fast.rounds import Backend, TrainingPlan, uncaptured
 from fedprophet.fast.stack import Folded
 from fedprophet.models.normalize import Normalize
@@ -102,6 +102,12 @@ class Group:
         return torch.eye(CLASSES)[self.labels]
 
 
+MODELS = [
+    (name, *widths) for name in ("vgg-small", "resnet10") for widths in ((FRACTIONS, WHOLE), ((0.3, 0.6, 0.5), 5))
+]
+every_model = pytest.mark.parametrize(("name", "fractions", "width"), MODELS)
+
+
 def group_of(name="vgg-small", shape=(1, 8, 8), fractions=FRACTIONS, width=WHOLE, seed=0, **options) -> Group:
     torch.manual_seed(seed)
     draw = torch.Generator().manual_seed(seed)
@@ -165,6 +171,26 @@ def test_work_by_hand():
     )  # fmt: skip
     program = read_program(chain_of(model), 0, len(chain_of(model)), None, (2, 4, 4), 4)
     assert work(program) == 9 * (16 * 2 * 3 + 4 * 3 * 5)
+
+
+def test_work_of_shortcuts_and_strides_by_hand():
+    blocks = (
+        Block("a", "b", 2, 3, False, 1e-5, 0.1, kernel=7, stride=2, pool=3),
+        Block("c", "d", 3, 5, False, 1e-5, 0.1, stride=2),
+        Block(
+            "e",
+            "f",
+            5,
+            5,
+            False,
+            1e-5,
+            0.1,
+            residual=True,
+            projection=Convolution("g", "h", 3, 5, False, 1e-5, 0.1, 1, 2),
+        ),
+    )
+    first, second, third = 16 * 16 * 49 * 2 * 3, 4 * 4 * 9 * 3 * 5, 4 * 4 * (9 * 5 * 5 + 3 * 5)
+    assert work(Program((2, 32, 32), None, blocks, None, (), False)) == first + second + third
 
 
 @pytest.mark.parametrize(
@@ -233,9 +259,9 @@ def folded(group: Group, kernels) -> Folded:
     return network
 
 
-@pytest.mark.parametrize(("fractions", "width"), [(FRACTIONS, WHOLE), ((0.3, 0.6, 0.5), 5)])
-def test_scores_and_gradients(kernels, fractions, width, distance):
-    group = group_of(fractions=fractions, width=width)
+@every_model
+def test_scores_and_gradients(kernels, name, fractions, width, distance):
+    group = group_of(name, fractions=fractions, width=width)
     network = folded(group, kernels)
     z = network.prepare(group.stacked)
     scores, sent = network.scores(z), network.loss_gradient(z, group.targets, 0.0)
@@ -285,7 +311,7 @@ def assert_as_plainly(group: Group, plan: TrainingPlan, hyper=HYPER) -> None:
         for name, value in found[client].items():
             assert value.shape == tensors[name].shape
             error, moved = (float((v - tensors[name]).norm()) for v in (value, before[client][name]))
-            assert error <= 2e-5 * float(tensors[name].norm()), name
+            assert error <= 2e-5 * float(tensors[name].norm()) + 1e-6, name
             # A convolution's bias before a batch norm moves by noise, and by its decay.
             assert error <= 1e-3 * max(moved, 1e-3), name
 
@@ -293,9 +319,11 @@ def assert_as_plainly(group: Group, plan: TrainingPlan, hyper=HYPER) -> None:
 @pytest.mark.parametrize(
     "changes", [{}, {"momentum": 0.0, "weight_decay": 0.0}, {"weight_decay": 0.2}], ids=["all", "bare", "decay"]
 )
-@pytest.mark.parametrize(("fractions", "width"), [(FRACTIONS, WHOLE), ((0.3, 0.6, 0.5), 5)])
-def test_steps_equal_the_plain_trainers(kernels, changes, fractions, width):
-    group, hyper = group_of(fractions=fractions, width=width), replace(HYPER, **changes)
+@every_model
+def test_steps_equal_the_plain_trainers(kernels, changes, name, fractions, width):
+    # Four samples at a single position, as a ResNet has them in the end, magnify rounding with every step.
+    changes = {"iterations": 2 if name == "resnet10" else 4, **changes}
+    group, hyper = group_of(name, fractions=fractions, width=width), replace(HYPER, **changes)
     plan = plan_of(group, kernels)
     assert_as_plainly(group, replace(plan, hyper=hyper), hyper)
 

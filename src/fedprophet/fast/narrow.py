@@ -11,9 +11,7 @@ and weight decay and momentum are multiplied by s with everything else.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cache
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -78,8 +76,11 @@ def shapes_in(channels: Channels, kept: Kept, tensors: Tensors) -> dict[str, Sha
 
 def work(program: Program) -> int:
     """Return the multiplications of a sample's way through the convolutions."""
-    features = [replace(program, blocks=program.blocks[:number]).feature for number in range(len(program.blocks) + 1)]
-    return sum(9 * c * h * w * after for (c, h, w), (after, _, _) in pairwise(features))
+    found = 0
+    for block, (height, width) in zip(program.blocks, program.sizes, strict=False):
+        positions = (height // block.stride) * (width // block.stride)
+        found += positions * sum(part.kernel**2 * part.inputs * part.outputs for part in block.convolutions)
+    return found
 
 
 def run_at(counts: Mapping[int, int], cost: Callable[[int], float]) -> dict[int, int]:
