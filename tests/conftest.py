@@ -208,7 +208,7 @@ class FakeGrid:
     """Flower's connection without Flower: a node is a function from the record it is sent to what it answers.
 
     That is a record, an `Error`, several of these in a list, or None for a node that does not answer. What is in `held`
-    comes when it is let go.
+    comes when it is let go. With a `forger`, all answers say that they are that node's.
     """
 
     def __init__(self, nodes: Mapping[int, Callable[[Any], Any]]) -> None:
@@ -217,6 +217,7 @@ class FakeGrid:
         self.replies: list[Any] = []
         self.held: list[Any] = []
         self.holding: set[int] = set()
+        self.forger: int | None = None
         self.most_waiting = 0
         self._waiting: set[str] = set()
 
@@ -245,6 +246,8 @@ class FakeGrid:
         found = [reply for reply in self.replies if reply.metadata.reply_to_message_id in asked]
         self.replies = [reply for reply in self.replies if reply not in found]
         self._waiting -= {reply.metadata.reply_to_message_id for reply in found}
+        for reply in found if self.forger is not None else ():
+            reply.metadata.__dict__["_src_node_id"] = self.forger
         return found
 
     def let_go(self) -> None:
@@ -261,3 +264,32 @@ def fake_grid(monkeypatch: pytest.MonkeyPatch) -> type[FakeGrid]:
     for name in ("_task_id", "_run_id", "_node_id"):
         monkeypatch.setattr(TaskIdentity, name, 1)
     return FakeGrid
+
+
+class Clock:
+    """A time that passes only while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Return the time by which the server waits for Flower's nodes."""
+    pytest.importorskip("flwr")
+    clock = Clock()
+    for module in ("fedprophet.engines.flower", "fedprophet.flower.roster"):
+        monkeypatch.setattr(f"{module}.time", clock)
+    return clock
+
+
+@pytest.fixture(scope="session")
+def steering() -> str:
+    """Return what clears a terminal, renames its window and turns its letters round, if it is let through."""
+    return "\x1b[2J\x1b]0;owned\x07\u202e"

@@ -179,6 +179,18 @@ def test_bf16_learns(sessions):
 
 
 @needs_gpu
+def test_two_sets_of_statistics(sessions):
+    plain, fast = sessions({"method": "fedrbn"})
+    tasks = [replace(t, threat=None, adversarial_statistics=True, wants_local=True) for t in joint(plain, range(4))]
+    expected, found = ({u.client: u for u in session.engine.map(tasks)} for session in (plain, fast))
+    for client, update in expected.items():
+        assert set(found[client].local) == set(update.local)
+        for name, value in {**update.parameters, **update.local}.items():
+            mine = {**found[client].parameters, **found[client].local}[name]
+            assert close(mine.float(), value.float()), name
+
+
+@needs_gpu
 @pytest.mark.parametrize("method", ["fedrbn", "feddf"])
 def test_what_cannot_be_fused_runs_on_the_gpu_too(sessions, method):
     _, session = sessions({"method": method, "train.warmup": 1})

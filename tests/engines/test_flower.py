@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,13 +15,13 @@ from flwr.app import ConfigRecord, Error, RecordDict
 
 from fedprophet.client.modules import digest
 from fedprophet.client.task import SERVER, ClientTask, ClientUpdate, FrozenModule, LocalTraining
-from fedprophet.engines import Parts, flower
+from fedprophet.engines import Parts
 from fedprophet.engines.embedded import EmbeddedEngine
-from fedprophet.engines.flower import FlowerEngine, Ledger, Pace
+from fedprophet.engines.flower import FlowerEngine
 from fedprophet.errors import FedProphetError, TrainingError
 from fedprophet.flower.node import answer
+from fedprophet.flower.pace import Pace
 from fedprophet.flower.protocol import (
-    PROTOCOL,
     Order,
     hello_request,
     is_hello,
@@ -186,15 +187,7 @@ def test_what_is_no_update_is_noted(connect, response, reason):
 def test_answer_of_another_node_is_dropped(connect):
     engine = connect(fleet())
     list(engine.map([report(client) for client in CLIENTS]))
-    pull = engine.grid.pull_messages
-
-    def forged(ids):
-        replies = pull(ids)
-        for reply in replies:
-            reply.metadata.__dict__["_src_node_id"] = 100
-        return replies
-
-    engine.grid.pull_messages = forged
+    engine.grid.forger = 100
     assert clients_of(engine.map([report(0), report(1)])) == [0]
     assert engine.account()["faults"] == {"1": "node 100 answered in place of node 101"}
 
@@ -249,17 +242,6 @@ def test_node_that_lost_what_it_had_meanwhile_gets_all_modules(connect, parts):
     assert engine.account()["faults"] == {}
 
 
-def test_other_protocol_gets_no_tasks_and_a_clear_reason(connect):
-    engine = connect({**fleet(), 101: lambda record: other_version(1)}, replace(QUICK, greeting=60.0))
-    for _ in range(2):
-        assert clients_of(engine.map([report(client) for client in CLIENTS])) == [0, 2]
-        reason = engine.account()["faults"]["1"]
-        assert "protocol 99 (fedprophet 9.9)" in reason
-        assert f"protocol {PROTOCOL}" in reason
-        assert "same version" in reason
-    assert [is_hello(record) for to, record in engine.grid.sent if to == 101] == [True]
-
-
 def test_who_claims_to_be_another_client_gets_no_tasks(connect):
     engine = connect({**fleet(), 103: node(1), 104: node(3), 105: lambda record: pack_refusal("no partition-id")})
     assert clients_of(engine.map([report(client) for client in CLIENTS])) == [0, 1, 2]
@@ -272,111 +254,12 @@ def test_who_claims_to_be_another_client_gets_no_tasks(connect):
     assert {to for to, record in engine.grid.sent if not is_hello(record)} == {100, 101, 102}
 
 
-KEYS = {100: 0, 101: 1, 102: 2}
-"""The client that each node's key was made for."""
-
-
-def test_node_is_the_client_that_its_key_was_made_for(connect):
-    engine = connect(fleet(), owners=lambda: {**KEYS, 999: None})
-    assert clients_of(engine.map([report(client) for client in CLIENTS])) == [0, 1, 2]
-    assert engine.account()["faults"] == {}
-
-
-def test_node_cannot_take_the_place_of_one_that_is_away(connect, caplog):
-    engine = connect({**fleet(), 102: node(1)}, replace(QUICK, greeting=60.0), owners=lambda: KEYS)
-    del engine.grid.nodes[101]
-    tasks = [report(client) for client in CLIENTS]
-    reason = "its node says that it is client 1, and its key was made for client 2. Set client = 2 in its node.toml"
-    for _ in range(2):
-        assert clients_of(engine.map(tasks)) == [0]
-        assert engine.account()["faults"] == {"1": "not connected", "2": reason}
-    assert caplog.messages == [f"2 gets no tasks: {reason}"]
-    assert [is_hello(record) for to, record in engine.grid.sent if to == 102] == [True]
-    engine.grid.nodes[101] = node(1)
-    assert clients_of(engine.map(tasks)) == [0, 1]
-
-
-def test_what_another_says_is_not_taken_for_a_clients_own_word(connect, clock):
-    """A node that claims to be client 1, and in another version: nobody stops waiting for client 1 because of that."""
-    engine = connect({**fleet(), 102: lambda record: other_version(1)}, PATIENT, owners=lambda: KEYS)
-    late = engine.grid.nodes.pop(101)
-    engine._look = lambda: engine.grid.nodes.setdefault(101, late) if clock.now > 1020 else None
-    assert clients_of(engine.map([report(client) for client in CLIENTS])) == [0, 1]
-    assert "its key was made for client 2" in engine.account()["faults"]["2"]
-
-
-def test_node_whose_client_was_set_right_is_taken(connect, clock):
-    engine = connect({**fleet(), 102: failing_at_first(2, [pack_hello(1)])}, PATIENT, owners=lambda: KEYS)
-    tasks = [report(client) for client in CLIENTS]
-    assert clients_of(engine.map(tasks)) == [0, 1]
-    clock.sleep(30)
-    assert clients_of(engine.map(tasks)) == [0, 1, 2]
-
-
-def test_node_whose_key_is_no_clients_is_not_even_asked(connect, clock):
-    keys: dict[int, int | None] = {**KEYS, 102: None}
-    engine = connect(fleet(), replace(PATIENT, patience=1), owners=lambda: keys)
-    tasks = [report(client) for client in CLIENTS]
-    assert clients_of(engine.map(tasks)) == [0, 1]
-    faults = engine.account()["faults"]
-    assert set(faults) == {"2", "node 102"}
-    assert "its key was made for no client" in faults["node 102"]
-    assert 102 not in {to for to, _ in engine.grid.sent}
-    clock.sleep(30)
-    keys[102] = 2  # a key may be registered in the middle of a run
-    assert clients_of(engine.map(tasks)) == [0, 1, 2]
-    assert engine.account()["faults"] == {}
-
-
-def test_keys_that_cannot_be_read_let_nobody_in(connect, clock, caplog):
-    broken = [FedProphetError("cannot read server/keys")]
-
-    def owners() -> dict[int, int]:
-        if broken:
-            raise broken[0]
-        return KEYS
-
-    engine = connect(fleet(), replace(PATIENT, deadline=20), owners=owners)
-    tasks = [report(client) for client in CLIENTS]
-    assert clients_of(engine.map(tasks)) == []
-    reason = "nobody can say whose key it has: cannot read server/keys"
-    assert {name: text for name, text in engine.account()["faults"].items() if name.startswith("node")} == {
-        f"node {node}": reason for node in KEYS
-    }
-    assert engine.grid.sent == []
-    assert len(caplog.messages) == 3
-    broken.clear()
-    clock.sleep(30)
-    assert clients_of(engine.map(tasks)) == [0, 1, 2]
-
-
-def test_flower_that_does_not_tell_the_keys_for_a_while(connect):
-    answers: list[Any] = [ConnectionError("gone"), {100: 0, 102: 2}]
-
-    def owners() -> dict[int, int]:
-        found = answers.pop(0) if answers else KEYS
-        if isinstance(found, Exception):
-            raise found
-        return found
-
-    engine = connect(fleet(), Pace(deadline=30, interval=0.01), owners=owners)
-    assert clients_of(engine.map([report(client) for client in CLIENTS])) == [0, 1, 2]
-    assert engine.account()["faults"] == {}
-
-
-def test_hello_of_another_node_is_dropped(connect):
-    engine = connect(fleet(), owners=lambda: KEYS)
-    pull = engine.grid.pull_messages
-
-    def forged(ids):
-        replies = pull(ids)
-        for reply in replies:
-            reply.metadata.__dict__["_src_node_id"] = 100
-        return replies
-
-    engine.grid.pull_messages = forged
+def test_node_cannot_take_the_place_of_one_that_is_away(connect):
+    engine = connect({100: node(0), 102: node(1)}, owners=lambda: {100: 0, 102: 2})
     assert clients_of(engine.map([report(client) for client in CLIENTS])) == [0]
-    assert engine.account()["faults"]["node 101"] == "node 100 answered in its place"
+    reason = "its node says that it is client 1, and its key was made for client 2. Set client = 2 in its node.toml"
+    assert engine.account()["faults"] == {"1": "not connected", "2": reason}
+    assert {to for to, record in engine.grid.sent if not is_hello(record)} == {100}
 
 
 def test_answer_that_is_too_large_is_dropped_before_a_tensor_is_made_of_it(connect, parts, monkeypatch):
@@ -408,201 +291,14 @@ def test_own_layers_count_where_they_were_asked_for(connect, parts):
         assert clients_of(engine.map([task])) == ([1] if usable else [])
 
 
-@pytest.mark.parametrize("text", ["x" * 2**20, "é" * 2**19])
-def test_word_without_end_in_place_of_a_name_is_not_read(connect, text):
-    engine = connect({**fleet(), 103: lambda record: pack_refusal(text)})
-    assert clients_of(engine.map([report(client) for client in CLIENTS])) == [0, 1, 2]
-    assert "no more than 1048576 were expected" in engine.account()["faults"]["node 103"]
-
-
-def test_missing_nodes_are_waited_for_at_first_only(connect):
-    engine = connect(fleet(), Pace(deadline=30, interval=0.01, patience=0.5, greeting=10))
-    del engine.grid.nodes[102]
-    tasks = [report(client) for client in CLIENTS]
-    began = time.monotonic()
-    assert clients_of(engine.map(tasks)) == [0, 1]
-    assert 0.5 <= time.monotonic() - began < 10
-    assert engine.account()["faults"] == {"2": "not connected"}
-    began = time.monotonic()
-    assert clients_of(engine.map(tasks)) == [0, 1]
-    assert time.monotonic() - began < 0.5
-    engine.grid.nodes[202] = node(2)
-    assert clients_of(engine.map(tasks)) == [0, 1, 2]
-
-
-def test_client_comes_back_as_another_node(connect):
-    engine = connect(fleet(), Pace(deadline=30, interval=0.01))
-    tasks = [report(client) for client in CLIENTS]
-    list(engine.map(tasks))
-    engine.grid.nodes[200] = engine.grid.nodes.pop(101)
-    assert clients_of(engine.map(tasks)) == [0, 1, 2]
-    assert engine.account()["faults"] == {}
-
-
-class Clock:
-    """A time that passes only while somebody sleeps."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
-@pytest.fixture
-def clock(monkeypatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(flower, "time", clock)
-    return clock
-
-
-PATIENT = Pace(deadline=600, patience=60, greeting=30)
-
-
-def failing_at_first(client: int, answers: list[Any]) -> Callable[[RecordDict], Any]:
-    """Return a node that answers the first questions who it is with these, and then well."""
-    good = node(client)
-    return lambda record: answers.pop(0) if is_hello(record) and answers else good(record)
-
-
-def other_version(client: int) -> RecordDict:
-    hello = pack_hello(client)
-    hello["header"]["protocol"], hello["header"]["version"] = 99, "9.9"
-    return hello
-
-
-@pytest.mark.parametrize(
-    ("first", "who", "reason"),
-    [
-        (pack_refusal("no room on the disk"), "node 101", "no room on the disk"),
-        (Error(code=2, reason="it broke"), "node 101", "it broke"),
-        (RecordDict({"x": ConfigRecord({"y": 1})}), "node 101", "no header"),
-        (pack_hello(7), "node 101", "it says that it is client 7"),
-        (other_version(1), "1", "protocol 99"),
-    ],
-)
-def test_node_that_could_not_say_who_it_is_is_asked_again(connect, clock, first, who, reason):
-    engine = connect({**fleet(), 101: failing_at_first(1, [first, first])}, replace(PATIENT, patience=1))
-    tasks = [report(client) for client in CLIENTS]
-    assert clients_of(engine.map(tasks)) == [0, 2]
-    assert reason in engine.account()["faults"][who]
-    list(engine.map(tasks))
-    assert len([to for to, record in engine.grid.sent if to == 101]) == 1
-    clock.sleep(30)
-    engine.account()
-    assert clients_of(engine.map(tasks)) == [0, 2]
-    assert len([to for to, record in engine.grid.sent if to == 101]) == 2
-    assert set(engine.account()["faults"]) == {"1"}  # of a node that is nobody's, it has been said
-    clock.sleep(30)
-    assert clients_of(engine.map(tasks)) == [0, 1, 2]
-    assert engine.account()["faults"] == {}
-
-
-def test_node_that_cannot_be_used_is_asked_while_the_first_phase_waits(connect, clock):
-    broken = failing_at_first(1, [pack_refusal("not now")] * 3)
-    engine = connect({101: broken}, PATIENT)
-    assert clients_of(engine.map([report(1)])) == [1]
-    assert 90 <= clock.now - 1000 < 92
-
-
-def test_node_that_never_says_who_it_is_delays_nobody(connect, clock):
-    """It refuses every thirty seconds. The first phase waits for client 1 as long as without it, and no longer."""
-    engine = connect({**fleet(), 101: failing_at_first(1, [pack_refusal("no")] * 99)}, PATIENT)
+@pytest.mark.parametrize("failure", [pack_refusal, partial(Error, 2)])
+def test_text_of_a_node_cannot_steer_a_terminal(connect, steering, failure):
+    engine = connect(fleet(_1=lambda order: failure(steering + "x" * 600)))
     assert clients_of(engine.map([report(client) for client in CLIENTS])) == [0, 2]
-    assert 60 <= clock.now - 1000 < 62
-
-
-def test_node_that_comes_and_goes_delays_nobody_for_long(connect, clock):
-    engine = connect({100: node(0), 102: node(2)}, PATIENT)
-    nodes = engine.grid.nodes
-
-    def flap() -> None:
-        if clock.now % 20 < 10:
-            nodes.pop(102, None)
-        else:
-            nodes[102] = node(2)
-
-    engine._look = flap
-    list(engine.map([report(client) for client in CLIENTS]))
-    assert 600 <= clock.now - 1000 < 602
-
-
-def test_nobody_waits_for_a_node_that_is_asked_again(connect, clock):
-    silent = failing_at_first(1, [pack_refusal("no"), None])
-    engine = connect({**fleet(), 101: silent}, replace(PATIENT, patience=1))
-    list(engine.map([report(client) for client in CLIENTS]))
-    clock.sleep(30)
-    began = clock.now
-    assert clients_of(engine.map([report(client) for client in CLIENTS])) == [0, 2]
-    assert clock.now == began
-    assert len([to for to, record in engine.grid.sent if to == 101]) == 2
-
-
-def test_replacement_takes_over_when_the_old_node_is_gone(connect):
-    engine = connect(fleet(), Pace(deadline=30, interval=0.01, greeting=60))
-    tasks = [report(client) for client in CLIENTS]
-    list(engine.map(tasks))
-    engine.grid.nodes[201] = node(1, lambda order: pack_update(reply_to(order.task, weight=9.0)))
-    assert [update.weight for update in engine.map(tasks)] == [5.0, 5.0, 5.0]
-    assert engine.account()["faults"] == {"node 201": "it says that it is client 1, which node 101 is already"}
-    del engine.grid.nodes[101]  # Flower lists a node for a while after it has gone
-    assert [update.weight for update in engine.map(tasks)] == [5.0, 9.0, 5.0]
-    assert engine.account()["faults"] == {}
-
-
-def test_reason_of_a_node_that_was_a_client_before_is_its_clients(connect):
-    answers: list[Any] = []
-    engine = connect({**fleet(), 101: failing_at_first(1, answers)}, replace(QUICK, greeting=60.0))
-    tasks = [report(client) for client in CLIENTS]
-    list(engine.map(tasks))
-    away = engine.grid.nodes.pop(101)
-    list(engine.map(tasks))
-    assert engine.account()["faults"] == {"1": "not connected"}
-    engine.grid.nodes[101] = away
-    answers.append(pack_refusal("the disk is gone"))
-    for _ in range(2):
-        assert clients_of(engine.map(tasks)) == [0, 2]
-        assert engine.account()["faults"] == {"1": "the disk is gone"}
-
-
-ESCAPE = "\x1b[2J\x1b]0;owned\x07\u202e"
-
-
-@pytest.mark.parametrize(
-    "respond",
-    [
-        lambda order: pack_refusal(ESCAPE + "x" * 600),
-        lambda order: Error(code=2, reason=ESCAPE + "x" * 600),
-    ],
-)
-def test_text_of_a_node_cannot_steer_a_terminal(connect, caplog, respond):
-    hello = pack_hello(2)
-    hello["header"]["protocol"], hello["header"]["version"] = 99, ESCAPE
-    engine = connect({**fleet(_1=respond), 102: lambda record: hello, 103: lambda record: respond(None)})
-    assert clients_of(engine.map([report(client) for client in CLIENTS])) == [0]
-    faults = engine.account()["faults"]
-    assert set(faults) == {"1", "2", "node 103"}
-    assert all(text.isprintable() and len(text) <= 500 and "?[2J" in text for text in faults.values())
-    assert len(caplog.messages) == 2
-    assert all(text.isprintable() and len(text) < 600 and "?[2J" in text for text in caplog.messages)
-
-
-def test_text_of_a_broken_connection_cannot_steer_a_terminal(connect, caplog):
-    engine = connect(fleet())
-    list(engine.map([report(0)]))
-
-    def broken(*_: object) -> Any:
-        raise ConnectionError(ESCAPE)
-
-    engine.grid.get_node_ids = engine.grid.push_messages = broken
-    list(engine.map([report(0)]))
-    engine.grid.pull_messages = broken
-    list(engine._post.fetch(["message 9"]))
-    assert len(caplog.messages) == 3
-    assert all(text.isprintable() for text in caplog.messages)
+    (reason,) = engine.account()["faults"].values()
+    assert reason.isprintable()
+    assert len(reason) <= 500
+    assert "?[2J" in reason
 
 
 def test_few_answers_are_in_memory_at_a_time(connect, clock):
@@ -678,17 +374,6 @@ def test_connection_that_fails_for_a_while(connect):
     assert clients_of(engine.map([report(client) for client in CLIENTS])) == [0, 1, 2]
 
 
-def test_what_cannot_be_mended_is_not_swallowed(connect):
-    engine = connect(fleet())
-
-    def lost() -> list[int]:
-        raise TrainingError("the simulation is gone")
-
-    engine.grid.get_node_ids = lost
-    with pytest.raises(TrainingError, match="the simulation is gone"):
-        list(engine.map([report(0)]))
-
-
 def test_look_can_end_the_waiting(connect):
     def look() -> None:
         raise TrainingError("dead")
@@ -732,11 +417,3 @@ def test_phase_that_nobody_finished_is_given_up(connect):
     next(phase)
     phase.close()
     assert clients_of(engine.map([report(client, 2) for client in CLIENTS])) == [0, 1, 2]
-
-
-def test_reasons_are_short_and_noted_once():
-    ledger = Ledger()
-    ledger.fault(3, "a  reason\n" * 2)
-    ledger.fault(3, "a reason a reason")
-    ledger.fault(3, "x" * 5000)
-    assert ledger.close(0)["faults"] == {"3": "a reason a reason; " + "x" * 499 + "…"}

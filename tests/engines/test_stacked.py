@@ -371,6 +371,44 @@ def test_the_device_works_on_some_clients_while_others_are_prepared(learned, mon
     assert order == [("asked", 1), ("asked", 5), ("answered", 1), ("answered", 5)]
 
 
+# Two sets of norm statistics.
+
+
+@pytest.mark.parametrize("kernels", [TorchKernels(), Padded()], ids=["exact", "padded"])
+def test_two_sets_of_statistics_follow_clean_and_attacked_batches(session_of, kernels):
+    session = session_of({"method": "fedrbn"})
+    tasks = joint(session, adversarial_statistics=True)
+    engine = stacked(session, kernels=kernels)
+    assert_same_training(session, [replace(task, threat=None) for task in tasks], engine)  # nobody has a second set yet
+    list(session.engine.map([replace(task, threat=session.world.image_threat(2)) for task in tasks]))
+    later = [replace(task, round=2, threat=None) for task in tasks]
+    found = assert_same_training(session, later, engine)
+    local = found[0].local
+    clean, attacked = local["features.1.running_mean"], local["adversarial.features.1.running_mean"]
+    assert float((clean - attacked).norm()) > 1e-4 * float(clean.norm())  # the attack has moved one of them
+    assert local["adversarial.features.1.num_batches_tracked"] == local["features.1.num_batches_tracked"] > 0
+
+
+def test_attacked_images_are_judged_with_the_adversarial_statistics(session_of):
+    session = session_of({"method": "fedrbn", "train.iterations": 40, "train.batch": 32, "shards.kind": "iid"})
+    state = session.method.initial()
+    trained = joint(session, clients=range(6), threat=None, adversarial_statistics=True, wants_local=True)
+    layers = session.engine._workspaces["backbone"].layers
+    for update in session.engine.map(trained):
+        own = {
+            name: v + 9 * name.startswith("adversarial.") if v.is_floating_point() else v
+            for name, v in update.local.items()
+        }
+        layers.put("backbone", update.client, 1, own, trained[0].timeline)
+    state = replace(state, round=1, model={**state.model, **update.parameters})
+    weak = ThreatModel("linf", 1e-6, 1e-6, 2, (0.0, 1.0))
+    tasks = evaluations(session, state, range(6), weak)
+    assert all(task.adversarial_statistics for task in tasks)
+    assert_same_evaluation(session, tasks)
+    answers = [update.metrics for update in stacked(session).map(tasks)]
+    assert sum(a["clean"] for a in answers) > 2 * sum(a["adversarial"] for a in answers)  # as the second set is wrong
+
+
 def test_attacks_in_training_find_losses_as_high(learned):
     session, state = learned.session, replace(learned.states[-1], round=9)
     tasks = [session.method.train_task(state, client) for client in range(6)]
@@ -688,11 +726,12 @@ def test_other_attacks_and_kinds_of_work(session_of, caplog):
         assert engine._kind_of(replace(task, kind="report")) is None
         assert engine._kind_of(replace(task, kind="adopt")) is None
         assert engine._kind_of(replace(predict, client=0)) is None
-        assert engine._kind_of(replace(task, adversarial_statistics=True)) is None
         assert engine._kind_of(replace(task, kept={"features.0": torch.arange(2)}, head=0)) is None
+        kept = {"features.0": torch.arange(2)}
+        assert engine._kind_of(replace(task, kept=kept, adversarial_statistics=True)) is None
     assert said(caplog) == [
-        "attack 'autoattack'", "tasks of the kind 'predict'", "two sets of norm statistics",
-        "sub-networks of a part of the model",
+        "attack 'autoattack'", "tasks of the kind 'predict'", "sub-networks of a part of the model",
+        "two sets of norm statistics in a sub-network or a cascade",
     ]  # fmt: skip
 
 

@@ -20,6 +20,12 @@ def statistics_names(chain: Chain) -> tuple[str, ...]:
     return _named(chain, _STATISTICS)
 
 
+def under_attack(own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a client's tensors with its adversarial statistics, where it has any, in the place of the clean ones."""
+    second = {name.removeprefix(ADVERSARIAL): v for name, v in own.items() if name.startswith(ADVERSARIAL)}
+    return {**{name: v for name, v in own.items() if not name.startswith(ADVERSARIAL)}, **second}
+
+
 class TwoSets:
     """A chain that holds a client's adversarial statistics, with the clean ones beside it.
 

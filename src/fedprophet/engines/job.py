@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fedprophet.cascade.narrow import slice_state
 from fedprophet.client.run import Client, layers_before
+from fedprophet.client.statistics import ADVERSARIAL, statistics_names
 from fedprophet.client.subnetwork import NarrowLayers
 from fedprophet.client.task import ClientTask
 from fedprophet.client.workspace import LocalLayers, Workspace
@@ -45,7 +46,10 @@ class Job:
             initial = slice_state(self.workspace.channels, self.task.kept, initial)
         modules = self.workspace.modules
         frozen = {n: v for module in self.task.frozen for n, v in modules[module.digest].items()}
-        return {**initial, **self.own, **frozen, **self.task.parameters}
+        found = {**initial, **self.own, **frozen, **self.task.parameters}
+        # A client that has no adversarial statistics yet begins with its clean ones.
+        names = statistics_names(self.workspace.chain) if self.task.adversarial_statistics else ()
+        return {**{ADVERSARIAL + name: found[name] for name in names}, **found}
 
     @cached_property
     def factors(self) -> Factors:
@@ -69,4 +73,7 @@ class Job:
     def counters(self, steps: int) -> dict[str, Tensor]:
         """Return the norm layers' counts of batches, which nothing computes with, as the plain path leaves them."""
         names = [name for name in self.local_names() if name.endswith("num_batches_tracked")]
-        return {name: self.own.get(name, self.workspace.initial[name]) + steps for name in names}
+        clean = {name: self.own.get(name, self.workspace.initial[name]) for name in names}
+        both = {ADVERSARIAL + name: self.own.get(ADVERSARIAL + name, value) for name, value in clean.items()}
+        counts = {**clean, **both} if self.task.adversarial_statistics else clean
+        return {name: value + steps for name, value in counts.items()}

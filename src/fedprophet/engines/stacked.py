@@ -19,6 +19,7 @@ from fedprophet.cascade.narrow import narrow_chain
 from fedprophet.client.measure import drawn_samples
 from fedprophet.client.modules import digest
 from fedprophet.client.run import shard_weight
+from fedprophet.client.statistics import ADVERSARIAL, under_attack
 from fedprophet.client.task import ClientTask, ClientUpdate, LocalTraining
 from fedprophet.client.trainer import batches
 from fedprophet.client.workspace import Workspace
@@ -130,7 +131,8 @@ class StackedEngine:
             return None
         frozen = tuple(module.digest for module in task.frozen)
         narrow = task.last if task.kept else None
-        return task.kind, task.architecture, task.first, frozen, samples, task.training, task.threat, narrow
+        what = task.kind, task.architecture, task.first, frozen, narrow, task.adversarial_statistics
+        return *what, samples, task.training, task.threat
 
     def _check(self, task: ClientTask, samples: int) -> None:
         """Raise NotFusableError where a task cannot be carried out on a stack."""
@@ -138,10 +140,10 @@ class StackedEngine:
             raise NotFusableError(f"tasks of the kind {task.kind!r}")
         if task.kind == "evaluate" and task.threat is not None and task.attack != "pgd":
             raise NotFusableError(f"attack {task.attack!r}")
-        if task.adversarial_statistics:
-            raise NotFusableError("two sets of norm statistics")
         if task.kept and (task.first or task.frozen or task.head is not None):
             raise NotFusableError("sub-networks of a part of the model")
+        if task.adversarial_statistics and (task.kept or task.frozen):
+            raise NotFusableError("two sets of norm statistics in a sub-network or a cascade")
         if task.kind == "train" and min(_sizes(task, samples)) < 2:
             raise NotFusableError("a batch of a single sample")
         width = self._width(task)
@@ -203,8 +205,8 @@ class StackedEngine:
         program = self._program(*self._span(task, width))
         together = min(samples, task.training.batch) if task.training and task.kind == "train" else samples
         elements = 0
-        for block, (height, width) in zip(program.blocks, program.sizes, strict=False):
-            elements += 2 * len(block.convolutions) * block.outputs * height * width // block.stride**2
+        for block, (lines, columns) in zip(program.blocks, program.sizes, strict=False):
+            elements += 2 * len(block.convolutions) * block.outputs * lines * columns // block.stride**2
         return self._backend.compute.itemsize * elements * together
 
     def _abreast(self, tasks: Sequence[ClientTask]) -> Mapping[int, Sequence[ClientTask]]:
@@ -270,7 +272,7 @@ class StackedEngine:
         hyper, threat = replace(task.training, learning_rate=0.0), _constant(task.threat)
         # Whatever the factors are, the same parameters have some: a plan serves the next round as well.
         scaled = scalable(jobs[0].workspace.channels, ladder) if task.kept else ()
-        kind = ladder, self._backend, samples, hyper, threat, scaled
+        kind = ladder, self._backend, samples, hyper, threat, scaled, task.adversarial_statistics
         plan = self._plan(kind, lambda: TrainingPlan(*kind))
         labels = [self._labels(job, "train", job.client.data.train) for job in jobs]
         data = list(zip(self._inputs(jobs), labels, strict=True))
@@ -291,7 +293,7 @@ class StackedEngine:
         stacks, losses, sound = plan.results()
         trained = [job.taken(tensors) for job, tensors in zip(jobs, stacks, strict=True)]
         local = [
-            {name: tensors[name] for name in job.local_names() if name in tensors}
+            {name: tensors[name] for name in tensors if name.removeprefix(ADVERSARIAL) in job.local_names()}
             for job, tensors in zip(jobs, trained, strict=True)
         ]
         layers = brought_home(local)
@@ -315,22 +317,37 @@ class StackedEngine:
     # Evaluation and measuring.
 
     def _evaluate(self, jobs: Sequence[Job]) -> Iterator[ClientUpdate]:
-        samples = self._samples(jobs[0].task)
+        samples, threat = self._samples(jobs[0].task), jobs[0].task.threat
         images, labels = zip(*(self._held_out(job) for job in jobs), strict=True)
-        counts = self._evaluation(jobs, images, labels).answers()
+        parameters = self._parameters(jobs)
+        if jobs[0].task.adversarial_statistics:
+            # Clean images keep the clean statistics; only what an attack makes of them is judged with the others.
+            attacked = [under_attack(own) for own in parameters]
+            counts = self._evaluation(jobs, attacked, images, labels, threat).answers()
+            counts |= self._evaluation(jobs, parameters, images, labels, None).answers()
+        else:
+            counts = self._evaluation(jobs, parameters, images, labels, threat).answers()
         return _answers(jobs, samples, [shard_weight(job.client) for job in jobs], counts)
 
     def _measure(self, jobs: Sequence[Job]) -> Iterator[ClientUpdate]:
         samples = self._samples(jobs[0].task)
         unlabelled = [torch.zeros(samples, dtype=torch.long, device=self._backend.device)] * len(jobs)
-        magnitudes = self._evaluation(jobs, self._inputs(jobs), unlabelled).magnitudes()
+        threat, parameters = jobs[0].task.threat, self._parameters(jobs)
+        magnitudes = self._evaluation(jobs, parameters, self._inputs(jobs), unlabelled, threat).magnitudes()
         return _answers(jobs, samples, [float(samples)] * len(jobs), magnitudes)
 
-    def _evaluation(self, jobs: Sequence[Job], inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> Evaluation:
+    def _evaluation(
+        self,
+        jobs: Sequence[Job],
+        parameters: Sequence[Mapping[str, Tensor]],
+        inputs: Sequence[Tensor],
+        labels: Sequence[Tensor],
+        threat: ThreatModel | None,
+    ) -> Evaluation:
         """Return what a group that does not train is asked with."""
-        folded = self._folded(self._ladder(jobs), self._parameters(jobs))
+        folded = self._folded(self._ladder(jobs), parameters)
         together = torch.stack(tuple(inputs)).float(), torch.stack(tuple(labels))
-        return Evaluation(folded, *together, jobs[0].task.threat, [job.seed for job in jobs])
+        return Evaluation(folded, *together, threat, [job.seed for job in jobs])
 
     def _folded(self, ladder: Ladder, parameters: Sequence[Mapping[str, Tensor]]) -> Folded:
         """Return networks in evaluation mode."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from fedprophet.client.statistics import ADVERSARIAL, under_attack
 from fedprophet.client.task import LocalTraining
 from fedprophet.fast.attack import Attack
 from fedprophet.fast.draws import Draws
@@ -64,6 +65,8 @@ class TrainingPlan:
     """The memory of a group in training, and an iteration for each batch size that occurs.
 
     `scaled` names the parameters that a group of sub-networks brings multiplied by a factor for each client.
+    `observes`: clients bring a second set of norm statistics, under the names of `client.statistics`. They train with
+    that one, while the first follows the clean batches.
     """
 
     ladder: Ladder
@@ -72,6 +75,7 @@ class TrainingPlan:
     hyper: LocalTraining
     threat: ThreatModel | None
     scaled: tuple[str, ...] = ()
+    observes: bool = False
     _iterations: dict[int, _Iteration] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -98,7 +102,8 @@ class TrainingPlan:
 
         `factors` are by how much each client's parameters are multiplied, where there are any that can be.
         """
-        stacks = self.layout.stacked(parameters, self.backend.device)
+        used = [under_attack(own) for own in parameters] if self.observes else parameters
+        stacks = self.layout.stacked(used, self.backend.device)
         if self.training is None:
             # Training writes in place, and stacks may be views of what tasks brought.
             owned = {name: value.clone(memory_format=torch.contiguous_format) for name, value in stacks.items()}
@@ -107,6 +112,10 @@ class TrainingPlan:
         else:
             for name, value in stacks.items():
                 self.training.stacks[name].copy_(value)
+        if self.observes:
+            clean = self.layout.stacked(parameters, self.backend.device)
+            for name in self.layout.statistics():
+                self.training.observed.setdefault(name, torch.empty_like(stacks[name])).copy_(clean[name])
         self.training.reset(hyper.learning_rate)
         if self.training.squares is not None:
             self.training.squares.set(factors)
@@ -136,6 +145,8 @@ class TrainingPlan:
         def iteration() -> None:
             x = self.inputs[self._rows, chosen]
             targets = one_hot(self.labels[self._rows, chosen], self.classes)
+            if self.observes:
+                training.observe(scaling(x))
             if self._attack is None:
                 training.step(scaling(x), targets, draws)
                 return
@@ -149,17 +160,18 @@ class TrainingPlan:
     def results(self) -> tuple[list[dict[str, Tensor]], list[float], list[bool]]:
         """Return each client's tensors, mean loss, and whether all of its tensors are finite."""
         assert self.training is not None
-        stacks = self.training.stacks
+        stacks, observed = self.training.stacks, self.training.observed
         spans = self.ladder.spans
         finite = torch.ones(self.ladder.clients, dtype=torch.bool, device=self.backend.device)
-        for name, stack in stacks.items():
+        for name, stack in (*stacks.items(), *observed.items()):
             finite[slice(*spans[name])] &= torch.isfinite(stack).flatten(1).all(dim=1)
         losses, sound = torch.stack([self.training.losses / self.hyper.iterations, finite.float()]).tolist()
         tensors: list[dict[str, Tensor]] = [{} for _ in range(self.ladder.clients)]
-        for name, values in self.layout.clients(stacks).items():
+        found = [(ADVERSARIAL + name if name in observed else name, name, stack) for name, stack in stacks.items()]
+        for public, name, stack in (*found, *((name, name, stack) for name, stack in observed.items())):
             low, high = spans[name]
-            for own, value in zip(tensors[low:high], values.unbind(), strict=True):
-                own[name] = value
+            for own, value in zip(tensors[low:high], self.layout.client(name, stack).unbind(), strict=True):
+                own[public] = value
         return tensors, losses, [bool(value) for value in sound]
 
     @property
@@ -167,7 +179,7 @@ class TrainingPlan:
         """How much memory it holds on to, besides what a captured graph computes in."""
         held = [self.inputs, self.labels]
         if self.training is not None:
-            held += [*self.training.stacks.values(), *self.training.velocity.values()]
+            held += [tensor for part in self.training.held for tensor in part.values()]
         drawn = sum(iteration.draws.nbytes for iteration in self._iterations.values())
         return sum(tensor.nbytes for tensor in held) + drawn + self.folded.nbytes
 

@@ -25,6 +25,7 @@ AtExit = Callable[[Exits, Tensor, bool, Tensor | None], Tensor]
 """Returns the gradient of a feature at its exit; whether only where the feature is above 0, and where to write it."""
 
 
+STATISTICS = (".running_mean", ".running_var")
 SMALL = 4
 """A block of at most so many positions is run as a matrix: most taps of a convolution would meet nothing but border."""
 
@@ -50,7 +51,11 @@ class Layout:
 
     def parameters(self) -> list[str]:
         """Return those that gradients change: all but the norm layers' statistics."""
-        return [name for name in self.names() if not name.endswith((".running_mean", ".running_var"))]
+        return [name for name in self.names() if not name.endswith(STATISTICS)]
+
+    def statistics(self) -> list[str]:
+        """Return the others."""
+        return [name for name in self.names() if name.endswith(STATISTICS)]
 
     def stacked(self, parameters: Sequence[Tensors], device: torch.device) -> dict[str, Tensor]:
         """Return the clients' parameters as stacks; what all who have it share lies in memory once."""
@@ -72,9 +77,11 @@ class Layout:
 
     def clients(self, stacks: Tensors) -> dict[str, Tensor]:
         """Return each parameter of those who have it in its own shape, clients first, in memory of their own."""
-        return {
-            name: self._out_of(name, stacks[name]).clone(memory_format=torch.contiguous_format) for name in self.names()
-        }
+        return {name: self.client(name, stacks[name]) for name in self.names()}
+
+    def client(self, name: str, stack: Tensor) -> Tensor:
+        """Return the same for one parameter."""
+        return self._out_of(name, stack).clone(memory_format=torch.contiguous_format)
 
     def _into(self, name: str, values: Tensor) -> Tensor:
         if values.ndim == 5:

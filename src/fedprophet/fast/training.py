@@ -1,6 +1,6 @@
 """One local iteration of several clients, written out: the batch's statistics, the gradients, the step of SGD."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -57,6 +57,13 @@ class Training(Network):
         self.losses = torch.zeros(ladder.clients, device=first.device)
         self.squares: Squares | None = None
         """By what gradients count where parameters lie multiplied by a factor, see `narrow`."""
+        self.observed: dict[str, Tensor] = {}
+        """A second set of norm statistics, which follow the batches that are observed."""
+
+    @property
+    def held(self) -> tuple[Mapping[str, Tensor], ...]:
+        """All tensors that last from step to step."""
+        return self.stacks, self.velocity, self.observed
 
     def reset(self, learning_rate: float) -> None:
         """Begin a round: no velocity, no losses."""
@@ -66,13 +73,8 @@ class Training(Network):
 
     def step(self, z: Tensor, targets: Tensor, draws: Draws) -> None:
         """Take one step of SGD on a prepared (perturbed) batch; `targets` are one-hot, dropout comes from `draws`."""
-        blocks = self.ladder.longest.blocks
-        weights = {part: self._weight(part.convolution) for block in blocks for part in block.convolutions}
-        saved: list[Saved] = []
-        before = z
-        for block, reach in zip(blocks, self.ladder.reach, strict=True):
-            saved.append(self._forward(block, weights, z[:reach], before[:reach]))
-            z, before = saved[-1].left, z
+        blocks, weights = self.ladder.longest.blocks, self._weights()
+        saved = list(self._run(z, weights, self.stacks))
         gradients: dict[str, Tensor] = {}
         above: Tensor | None = None
         # What shortcuts bring back, by the block whose input they begin at.
@@ -89,6 +91,25 @@ class Training(Network):
                 shortcuts[number - 1] = self._shortcut_back(blocks[number], kept, weights, gradient, gradients)
         self._descend(gradients)
 
+    def observe(self, z: Tensor) -> None:
+        """Let the second set of norm statistics follow a prepared batch; nothing else changes."""
+        for _ in self._run(z, self._weights(), self.observed):
+            pass
+
+    def _run(
+        self, z: Tensor, weights: Mapping[Convolution, Tensor], statistics: Mapping[str, Tensor]
+    ) -> Iterator[Saved]:
+        """Run block after block with the batch's own statistics, and let the running ones follow."""
+        before = z
+        for block, reach in zip(self.ladder.longest.blocks, self.ladder.reach, strict=True):
+            kept = self._forward(block, weights, z[:reach], before[:reach], statistics)
+            z, before = kept.left, z
+            yield kept
+
+    def _weights(self) -> dict[Convolution, Tensor]:
+        blocks = self.ladder.longest.blocks
+        return {part: self._weight(part.convolution) for block in blocks for part in block.convolutions}
+
     def _deeper(
         self, block: Block, above: Tensor | None, weight: Tensor, shortcut: Tensor | None, out: Tensor | None
     ) -> Tensor:
@@ -99,12 +120,18 @@ class Training(Network):
     def _weight(self, name: str) -> Tensor:
         return self.stacks[f"{name}.weight"].to(self.compute)
 
-    def _forward(self, block: Block, weights: Mapping[Convolution, Tensor], x: Tensor, before: Tensor) -> Saved:
+    def _forward(
+        self,
+        block: Block,
+        weights: Mapping[Convolution, Tensor],
+        x: Tensor,
+        before: Tensor,
+        statistics: Mapping[str, Tensor],
+    ) -> Saved:
         """Run one block with the batch's own statistics; `before` is what the last block read."""
-        own = self._normed(block, weights[block], x)
-        projected = (
-            None if block.projection is None else self._normed(block.projection, weights[block.projection], before)
-        )
+        own = self._normed(block, weights[block], x, statistics)
+        part = block.projection
+        projected = None if part is None else self._normed(part, weights[part], before, statistics)
         add = before if block.residual else None
         if projected is not None:
             add = self.kernels.scale_shift(projected.convolved, projected.scale, projected.shift, relu=False)
@@ -112,7 +139,7 @@ class Training(Network):
         left, winners = self.kernels.pool(active, block.pool) if block.pool else (active, None)
         return Saved(x, own, active, left, winners, None if projected is None else before, projected)
 
-    def _normed(self, part: Convolution, weight: Tensor, x: Tensor) -> Normed:
+    def _normed(self, part: Convolution, weight: Tensor, x: Tensor, statistics: Mapping[str, Tensor]) -> Normed:
         """Run a convolution, take the statistics of what it gives, and let the running ones follow."""
         convolved = self.kernels.convolve(x, weight, channels=part.inputs, stride=part.stride)
         mean, variance = self.kernels.moments(convolved)
@@ -121,8 +148,8 @@ class Training(Network):
         rows = convolved.shape[1:4].numel()
         # The convolution's bias leaves no trace behind a batch norm but in its running mean.
         whole = mean + self.stacks[f"{part.convolution}.bias"] if part.bias else mean
-        self.stacks[f"{part.norm}.running_mean"].lerp_(whole, part.momentum)
-        self.stacks[f"{part.norm}.running_var"].lerp_(variance * (rows / (rows - 1)), part.momentum)
+        statistics[f"{part.norm}.running_mean"].lerp_(whole, part.momentum)
+        statistics[f"{part.norm}.running_var"].lerp_(variance * (rows / (rows - 1)), part.momentum)
         return Normed(convolved, mean, inverse, scale, self.stacks[f"{part.norm}.bias"] - mean * scale)
 
     def _exit(

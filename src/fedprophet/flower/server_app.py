@@ -19,10 +19,11 @@ from rich.console import Console
 
 from fedprophet.cli.progress import PlainLines
 from fedprophet.engines import Parts
-from fedprophet.engines.flower import Owners, engine_of_devices, engine_of_simulation
+from fedprophet.engines.flower import engine_of_devices, engine_of_simulation
 from fedprophet.engines.workers import ONE_THREAD
 from fedprophet.errors import ConfigError, FedProphetError
 from fedprophet.flower.owners import KeyOwners, registered_keys
+from fedprophet.flower.roster import Owners
 from fedprophet.runs.config import load_config
 from fedprophet.runs.run import Run, play, reopen, start
 from fedprophet.runs.session import CUSTOM, EngineMaker
