@@ -14,7 +14,8 @@ from fedprophet.cascade.atoms import Chain, chain_of
 from fedprophet.cascade.heads import build_head
 from fedprophet.client.segment import Segment
 from fedprophet.fast.kernels import TorchKernels
-from fedprophet.fast.program import Ladder, Program, read_program
+from fedprophet.fast.program import Ladder, Program
+from fedprophet.fast.reading import read_program
 from fedprophet.fast.stack import Layout
 from fedprophet.models.normalize import Normalize
 

@@ -27,7 +27,8 @@ from fedprophet.fast.narrow import (
     width_of,
     work,
 )
-from fedprophet.fast.program import Block, Convolution, Ladder, Program, read_program
+from fedprophet.fast.program import Block, Convolution, Ladder, Program
+from fedprophet.fast.reading import read_program
 from fedprophet.fast.rounds import Backend, TrainingPlan, uncaptured
 from fedprophet.fast.stack import Folded
 from fedprophet.models.normalize import Normalize

@@ -7,7 +7,8 @@ from torch import nn
 from fedprophet.cascade.atoms import explicit_chain
 from fedprophet.fast.draws import Draws
 from fedprophet.fast.kernels import TorchKernels, gathered
-from fedprophet.fast.program import Dense, Ladder, read_program
+from fedprophet.fast.program import Dense, Ladder
+from fedprophet.fast.reading import read_program
 from fedprophet.fast.stack import Folded, Layout, as_matrix, dense_backward, dense_forward
 
 CPU = torch.device("cpu")

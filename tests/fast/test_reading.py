@@ -10,7 +10,8 @@ from fedprophet import models
 from fedprophet.cascade.atoms import chain_of, explicit_chain
 from fedprophet.cascade.channels import channels_of
 from fedprophet.cascade.narrow import narrow_chain
-from fedprophet.fast.program import Block, Convolution, Dense, NotFusableError, Program, read_program
+from fedprophet.fast.program import Block, Convolution, Dense, Program
+from fedprophet.fast.reading import NotFusableError, read_program
 from fedprophet.models.normalize import Normalize
 
 
