@@ -14,9 +14,9 @@ from fedprophet.cascade.atoms import Chain, chain_of
 from fedprophet.cascade.heads import build_head
 from fedprophet.client.segment import Segment
 from fedprophet.fast.kernels import TorchKernels
+from fedprophet.fast.layout import Layout
 from fedprophet.fast.program import Ladder, Program
 from fedprophet.fast.reading import read_program
-from fedprophet.fast.stack import Layout
 from fedprophet.models.normalize import Normalize
 
 CLASSES = 10

@@ -9,8 +9,8 @@ import torch
 from fedprophet.attacks.pgd import pgd
 from fedprophet.fast.attack import Attack
 from fedprophet.fast.draws import Draws
+from fedprophet.fast.folded import Folded
 from fedprophet.fast.kernels import Scaling, TorchKernels
-from fedprophet.fast.stack import Folded
 from fedprophet.randomness import generator
 from fedprophet.threat import ThreatModel
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from fedprophet.attacks.pgd import pgd
 from fedprophet.client.task import LocalTraining
 from fedprophet.fast.draws import Draws
+from fedprophet.fast.folded import Folded
 from fedprophet.fast.kernels import Ball, Scaling, TorchKernels
 from fedprophet.fast.rounds import Backend, TrainingPlan, uncaptured
-from fedprophet.fast.stack import Folded
 from fedprophet.fast.training import Training
 from fedprophet.randomness import generator
 from fedprophet.threat import ThreatModel

@@ -13,6 +13,7 @@ from fedprophet.cascade.narrow import narrow_chain
 from fedprophet.client.segment import Segment
 from fedprophet.client.task import ClientTask, LocalTraining
 from fedprophet.client.trainer import batches, train
+from fedprophet.fast.folded import Folded
 from fedprophet.fast.kernels import TorchKernels, gathered
 from fedprophet.fast.narrow import (
     WHOLE,
@@ -30,7 +31,6 @@ from fedprophet.fast.narrow import (
 from fedprophet.fast.program import Block, Convolution, Ladder, Program
 from fedprophet.fast.reading import read_program
 from fedprophet.fast.rounds import Backend, TrainingPlan, uncaptured
-from fedprophet.fast.stack import Folded
 from fedprophet.models.normalize import Normalize
 
 CPU = torch.device("cpu")

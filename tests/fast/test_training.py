@@ -8,10 +8,11 @@ import torch
 from fedprophet.client.task import ClientTask, LocalTraining
 from fedprophet.client.trainer import batches, train
 from fedprophet.fast.draws import Draws
+from fedprophet.fast.folded import Folded
 from fedprophet.fast.kernels import TorchKernels
+from fedprophet.fast.layout import Layout
 from fedprophet.fast.program import Ladder
 from fedprophet.fast.rounds import Backend, Evaluation, TrainingPlan, one_hot, uncaptured
-from fedprophet.fast.stack import Folded, Layout
 from fedprophet.fast.training import Training
 from fedprophet.threat import ThreatModel, input_threat
 

@@ -26,11 +26,11 @@ from fedprophet.client.workspace import Workspace
 from fedprophet.data.dataset import LocalExamples
 from fedprophet.engines.embedded import EmbeddedEngine
 from fedprophet.engines.job import Job
+from fedprophet.fast.folded import Folded
 from fedprophet.fast.narrow import WHOLE, fitted, room, run_at, scalable, shapes_in, width_of, work
 from fedprophet.fast.program import Ladder, Program, continues
 from fedprophet.fast.reading import NotFusableError, read_program
 from fedprophet.fast.rounds import Backend, Evaluation, TrainingPlan
-from fedprophet.fast.stack import Folded
 from fedprophet.fleet.population import Population
 from fedprophet.threat import ThreatModel
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from fedprophet.fast.draws import Draws
+from fedprophet.fast.folded import Folded
 from fedprophet.fast.kernels import TINY, Ball, sample_norms
-from fedprophet.fast.stack import Folded
 from fedprophet.threat import ThreatModel
 
 Gradient = Callable[[Tensor], Tensor]

@@ -15,10 +15,11 @@ from fedprophet.client.statistics import ADVERSARIAL, under_attack
 from fedprophet.client.task import LocalTraining
 from fedprophet.fast.attack import Attack
 from fedprophet.fast.draws import Draws
+from fedprophet.fast.folded import Folded
 from fedprophet.fast.kernels import Kernels
+from fedprophet.fast.layout import Layout, Tensors
 from fedprophet.fast.narrow import Factors, Squares
 from fedprophet.fast.program import Ladder
-from fedprophet.fast.stack import Folded, Layout, Tensors
 from fedprophet.fast.training import Training
 from fedprophet.randomness import key
 from fedprophet.threat import ThreatModel

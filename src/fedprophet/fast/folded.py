@@ -1,0 +1,260 @@
+"""Networks of several clients in evaluation mode, for attacks and evaluation: batch norm folded into the convolutions.
+
+With s = weight / sqrt(variance + eps), BN(W ∗ x + b) = (s·W) ∗ x + s·(b − mean) + bias: one convolution and a shift.
+"""
+
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedprophet.fast.kernels import FEW, Kernels
+from fedprophet.fast.layout import Tensors
+from fedprophet.fast.program import Block, Convolution, Exits, Ladder, Program
+from fedprophet.fast.stack import Exit, Network, dense_backward, dense_forward, joined
+
+AtExit = Callable[[Exits, Tensor, bool, Tensor | None], Tensor]
+"""Returns the gradient of a feature at its exit; whether only where the feature is above 0, and where to write it."""
+SMALL = 4
+"""A block of at most so many positions is run as a matrix: most taps of a convolution would meet nothing but border."""
+
+
+class Folded(Network):
+    """Networks in evaluation mode: batch norm is part of the convolutions. Only gradients of inputs are ever needed."""
+
+    def __init__(self, ladder: Ladder, kernels: Kernels, compute: torch.dtype) -> None:
+        super().__init__(ladder, kernels, compute)
+        self.weights: dict[str, Tensor] = {}
+        self.shifts: list[Tensor] = []
+        self.dense_weights: list[Tensor] = []
+        self.dense_biases: list[Tensor | None] = []
+        self._blocks = ladder.longest.blocks
+        self._dense = [layer for exits in ladder.exits for layer in exits.program.dense]
+        self._small = _small_blocks(ladder.longest)
+        self._senders: list[Tensor] = []
+        self.spreads = _spreads(ladder.longest) and not self._small[0]
+        """Whether gradients of inputs are left with the outputs of the first convolution, see `kernels.gathered`."""
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory its copies of the parameters take."""
+        copies = (*self.weights.values(), *self.shifts, *self.dense_weights, *self.dense_biases)
+        return sum(copy.nbytes for copy in copies if copy is not None)
+
+    def fold(self, stacks: Tensors) -> None:
+        """Take over the parameters; storage that is there already is written again, as a captured graph needs."""
+        shifts: list[Tensor] = []
+        for block, side in zip(self._blocks, self._small, strict=True):
+            # What a shortcut's norm layer adds is added to the sum.
+            shifts.append(reduce(torch.add, [self._folded(part, stacks, side) for part in block.convolutions]))
+        dense = [stacks[f"{layer.name}.weight"] for layer in self._dense]
+        biases = [stacks[f"{layer.name}.bias"] if layer.bias else None for layer in self._dense]
+        if self.spreads:
+            self._senders = _refill(self._senders, [self._sender()], self.compute)
+        self.shifts = _refill(self.shifts, shifts, torch.float32)
+        self.dense_weights = _refill(self.dense_weights, dense, self.compute)
+        self.dense_biases = _refill(self.dense_biases, biases, self.compute)
+
+    def _folded(self, part: Convolution, stacks: Tensors, side: int) -> Tensor:
+        """Scale a convolution as its norm layer does, and return what that adds."""
+        scale = stacks[f"{part.norm}.weight"] * torch.rsqrt(stacks[f"{part.norm}.running_var"] + part.epsilon)
+        offset = -stacks[f"{part.norm}.running_mean"]
+        offset = offset + stacks[f"{part.convolution}.bias"] if part.bias else offset
+        self.weights[part.convolution] = self._scaled(part, stacks[f"{part.convolution}.weight"], scale, side)
+        return stacks[f"{part.norm}.bias"] + scale * offset
+
+    def _scaled(self, part: Convolution, weight: Tensor, scale: Tensor, side: int) -> Tensor:
+        """Return a convolution times its norm layer's scale, in the memory that it had before."""
+        before = self.weights.get(part.convolution)
+        into = (
+            before
+            if before is not None and not side
+            else torch.empty(weight.shape, dtype=self.compute, device=weight.device)
+        )
+        torch.mul(weight, scale[:, None, None, :], out=into)
+        into = as_matrix(into, side) if side else into
+        return into if before is None or before is into else before.copy_(into)
+
+    def _sender(self) -> Tensor:
+        """Return what takes a gradient at the first convolution's outputs to each of its nine taps' inputs."""
+        channels = self.ladder.longest.shape[0]
+        taps = self.weights[self._blocks[0].convolution][:, :, :channels].flatten(1, 2).transpose(1, 2)
+        return F.pad(taps, (0, FEW - 9 * channels))
+
+    def features(self, z: Tensor) -> Tensor:
+        """Return the feature before the exit, for clients that all leave at the end; `z` are prepared inputs."""
+        before = z
+        for number in range(len(self._blocks)):
+            (z, _), before = self._run(number, z, before), z
+        return z
+
+    def scores(self, z: Tensor) -> Tensor:
+        """Return the class scores, K×N×classes, for clients that all leave at the end."""
+        (exits,) = self.ladder.exits
+        return self._exit(exits, self.features(z)).scores
+
+    def loss_gradient(self, z: Tensor, targets: Tensor, strong_convexity: float) -> Tensor:
+        """Return the gradient of each sample's loss with respect to its prepared input; `targets` are one-hot."""
+
+        def at(exits: Exits, feature: Tensor, masked: bool, out: Tensor | None) -> Tensor:
+            run = self._exit(exits, feature)
+            gradient = (run.scores.softmax(dim=2) - targets[exits.low : exits.high]).to(self.compute)
+            weights, _ = self._layers(exits)
+            gradient, _ = dense_backward(exits.program.dense, weights, run, gradient, parameters=False)
+            return self.exit_gradient(exits, gradient, feature, strong_convexity, masked, out)
+
+        return self._gradient(z, at)
+
+    def shift_gradient(self, z: Tensor, clean: Tensor) -> Tensor:
+        """Return the gradient of ‖f(z) − f‖² with respect to prepared inputs, where f are the clean features."""
+
+        def at(exits: Exits, feature: Tensor, masked: bool, out: Tensor | None) -> Tensor:
+            found = 2 * (feature.float() - clean[exits.low : exits.high].float())
+            found = (found * (feature > 0) if masked else found).to(self.compute)
+            return found if out is None else out.copy_(found)
+
+        return self._gradient(z, at)
+
+    def _gradient(self, z: Tensor, at: AtExit) -> Tensor:
+        """Run all blocks, ask for the gradient at every exit, and go back to the input."""
+        saved: list[tuple[Tensor, Tensor | None]] = []
+        before = z
+        for number, reach in enumerate(self.ladder.reach):
+            (z, winners), before = self._run(number, z[:reach], before[:reach]), z
+            saved.append((z, winners))
+        above: Tensor | None = None
+        # What shortcuts bring back, by the block whose input they begin at.
+        shortcuts: dict[int, Tensor] = {}
+        for number in range(len(self._blocks) - 1, -1, -1):
+            left, winners = saved.pop()
+            above = self._joined(number, above, left, winners, at, shortcuts.pop(number + 1, None))
+            above = above if winners is None else self.kernels.unpool(winners, above, self._blocks[number].pool)
+            if self._blocks[number].residual:
+                shortcuts[number - 1] = self._shortcut_back(self._blocks[number], above)
+        assert above is not None
+        if self.spreads:
+            sent = torch.bmm(above.flatten(1, 3), self._senders[0])
+            return sent.view(*above.shape[:4], FEW)
+        return self._back(0, above, None, None, shortcuts.pop(0, None))
+
+    def _joined(
+        self,
+        number: int,
+        above: Tensor | None,
+        left: Tensor,
+        winners: Tensor | None,
+        at: AtExit,
+        shortcut: Tensor | None,
+    ) -> Tensor:
+        """Return the gradient behind a block for all clients that have it: from the next block, and from exits."""
+        # Where there is a pool, its winners say what the ReLU let through.
+        mask = left if winners is None else None
+
+        def deeper(out: Tensor | None) -> Tensor:
+            assert above is not None
+            return self._back(number + 1, above, None if mask is None else mask[: len(above)], out, shortcut)
+
+        def here(exits: Exits, out: Tensor | None) -> Tensor:
+            return at(exits, left[exits.low : exits.high], mask is not None, out)
+
+        return joined(left, self.leaving(number + 1), above, deeper, here)
+
+    def _run(self, number: int, x: Tensor, before: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Run a block; where it ends with a pool, return its winners too. `before` is what the last block read."""
+        block, shift = self._blocks[number], self.shifts[number]
+        weight = self.weights[block.convolution]
+        if self._small[number]:
+            k, n, h, w, _ = x.shape
+            y = torch.bmm(x.reshape(k, n, -1), weight).view(k, n, h, w, -1)
+            active = (y + shift[:, None, None, None, :]).relu_().to(self.compute)
+        else:
+            add = self._shortcut(block, before) if block.residual else None
+            active = self.kernels.convolve(x, weight, shift, channels=block.inputs, add=add, stride=block.stride)
+        return self.kernels.pool(active, block.pool) if block.pool else (active, None)
+
+    def _shortcut(self, block: Block, before: Tensor) -> Tensor:
+        """Return what a shortcut adds; its norm layer's part is in the shift."""
+        if block.projection is None:
+            return before
+        weight = self.weights[block.projection.convolution]
+        return self.kernels.convolve(before, weight, stride=block.projection.stride)
+
+    def _shortcut_back(self, block: Block, gradient: Tensor) -> Tensor:
+        """Take the gradient of a sum back along the shortcut."""
+        if block.projection is None:
+            return gradient
+        weight = self.weights[block.projection.convolution]
+        return self.kernels.convolve(gradient, weight, turned=True, stride=block.projection.stride)
+
+    def _back(
+        self, number: int, gradient: Tensor, mask: Tensor | None, out: Tensor | None, shortcut: Tensor | None
+    ) -> Tensor:
+        """Take the gradient back through a block's convolution; `mask` is what the ReLU before it gave."""
+        block = self._blocks[number]
+        weight = self.weights[block.convolution]
+        if not self._small[number]:
+            return self.kernels.convolve(
+                gradient, weight, mask=mask, turned=True, out=out, add=shortcut, stride=block.stride
+            )
+        k, n, h, w, _ = gradient.shape
+        found = torch.bmm(gradient.reshape(k, n, -1), weight.transpose(1, 2)).view(k, n, h, w, -1)
+        found = found if mask is None else found.mul_(mask > 0)
+        return found if out is None else out.copy_(found)
+
+    def _exit(self, exits: Exits, feature: Tensor) -> Exit:
+        return dense_forward(exits.program.dense, *self._layers(exits), self.pooled(exits, feature))
+
+    def _layers(self, exits: Exits) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Return weights and biases of an exit's dense layers."""
+        before = sum(len(other.program.dense) for other in self.ladder.exits if other.low < exits.low)
+        own = slice(before, before + len(exits.program.dense))
+        return self.dense_weights[own], self.dense_biases[own]
+
+
+def _small_blocks(program: Program) -> list[int]:
+    """Return for each block its side where it has so few positions that it is run as a matrix, else 0.
+
+    Blocks beside a shortcut are not: few have so few positions, and the matrices would have to know of it.
+    """
+    around = [*(block.residual for block in program.blocks[1:]), False]
+    return [
+        height
+        if height == width and height * width <= SMALL and _is_plain(block) and not (block.residual or inner)
+        else 0
+        for block, inner, (height, width) in zip(program.blocks, around, program.sizes, strict=False)
+    ]
+
+
+def _is_plain(part: Convolution) -> bool:
+    return (part.kernel, part.stride) == (3, 1)
+
+
+def _spreads(program: Program) -> bool:
+    """Whether the first convolution reads so few numbers that its gradient is spread, and nothing else reads them."""
+    alone = len(program.blocks) == 1 or not program.blocks[1].residual
+    return 9 * program.shape[0] <= FEW and _is_plain(program.blocks[0]) and alone
+
+
+def as_matrix(weight: Tensor, side: int) -> Tensor:
+    """Return convolutions (K×9×in×out) of images of 1×1 or 2×2 positions as matrices from all positions to all."""
+    clients, _, inputs, outputs = weight.shape
+    places = [(row, column) for row in range(side) for column in range(side)]
+    taps = [3 * (r - row + 1) + (c - column + 1) for r, c in places for row, column in places]
+    pairs = torch.stack([weight[:, tap] for tap in taps], dim=1)
+    grid = pairs.view(clients, side * side, side * side, inputs, outputs)
+    return grid.transpose(2, 3).reshape(clients, side * side * inputs, side * side * outputs)
+
+
+def _refill(old: list[Any], new: list[Any], dtype: torch.dtype) -> list[Any]:
+    """Write new values into the tensors that are there; None stays None."""
+    if not old:
+        # Stacks of what all clients share are views, and masters must not be written through.
+        fresh = torch.contiguous_format
+        return [value if value is None else value.to(dtype, copy=True, memory_format=fresh) for value in new]
+    for there, value in zip(old, new, strict=True):
+        if there is not None:
+            there.copy_(value)
+    return old
