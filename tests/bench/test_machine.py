@@ -1,5 +1,6 @@
 """The clock, the memory and the matrix products of the machine."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -37,15 +38,16 @@ def test_the_rate_is_twice_the_cube_of_the_side_a_second(monkeypatch):
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's own peaks")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU's memory counts there")
 def test_a_peak_is_forgotten():
+    gc.collect()  # what earlier tests have left must not go in the middle
     machine.forget_peak()
     before = machine.peak_bytes()
-    block = torch.ones(100 * 2**18)
-    assert machine.peak_bytes() > before + 90 * 2**20
-    assert machine.resident_bytes() > before + 80 * 2**20
+    block = torch.ones(300 * 2**18)
+    assert machine.peak_bytes() > before + 200 * 2**20
+    assert machine.resident_bytes() > before + 200 * 2**20
     del block
-    assert machine.peak_bytes() > before + 90 * 2**20
+    assert machine.peak_bytes() > before + 200 * 2**20
     machine.forget_peak()
-    assert machine.peak_bytes() < before + 50 * 2**20
+    assert machine.peak_bytes() < before + 100 * 2**20
 
 
 def test_without_the_systems_own_account_the_peak_is_that_of_the_processs_life(monkeypatch, tmp_path):

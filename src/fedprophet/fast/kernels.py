@@ -137,8 +137,11 @@ class TorchKernels:
         add: Tensor | None = None,
         stride: int = 1,
     ) -> Tensor:
-        convolved = _convolved_back if turned else _convolved
-        stacked = _stack([convolved(images, taps, stride) for images, taps in zip(x, weight, strict=True)])
+        if weight.shape[1] == 1:
+            stacked = _multiplied(x, weight[:, 0], turned, stride)
+        else:
+            convolved = _convolved_back if turned else _convolved
+            stacked = _stack([convolved(images, taps, stride) for images, taps in zip(x, weight, strict=True)])
         stacked = stacked if add is None else stacked.add_(add)
         if shift is not None:
             stacked = stacked.add_(_spread(shift, stacked)).relu_()
@@ -146,6 +149,9 @@ class TorchKernels:
         return stacked if out is None else out.copy_(stacked)
 
     def weight_gradient(self, x: Tensor, gradient: Tensor, kernel: int = 3, stride: int = 1) -> Tensor:
+        if kernel == 1:
+            read = x[:, :, ::stride, ::stride].flatten(1, 3)
+            return torch.bmm(read.transpose(1, 2), gradient.flatten(1, 3)).float().unsqueeze(1)
         found = []
         for images, outputs in zip(x, gradient, strict=True):
             images, outputs = images.permute(0, 3, 1, 2), outputs.permute(0, 3, 1, 2)
@@ -255,6 +261,20 @@ def sample_norms(x: Tensor) -> Tensor:
 
 def _stack(parts: list[Tensor]) -> Tensor:
     return parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(parts)
+
+
+def _multiplied(x: Tensor, weight: Tensor, turned: bool, stride: int) -> Tensor:
+    """Return a 1×1 convolution, which is a product for each position that its stride does not skip.
+
+    As a convolution with a stride it is not left to torch: see `client.folding.is_strided_pointwise`.
+    """
+    if not turned:
+        read = x[:, :, ::stride, ::stride]
+        return torch.bmm(read.flatten(1, 3), weight).view(*read.shape[:4], -1)
+    k, n, h, w, _ = x.shape
+    back = x.new_zeros((k, n, h * stride, w * stride, weight.shape[1]))
+    back[:, :, ::stride, ::stride] = torch.bmm(x.flatten(1, 3), weight.transpose(1, 2)).view(k, n, h, w, -1)
+    return back
 
 
 def _convolved(images: Tensor, taps: Tensor, stride: int) -> Tensor:
