@@ -265,8 +265,10 @@ def test_a_key_is_one_nodes(pilot, tmp_path):
     public = tmp_path / "device.pub"
     key = pilot.nodes()["node-1"].read_text().split()
     public.write_text(f"{key[0]} {key[1]} under-another-name")
-    with pytest.raises(DeployError, match=r"node-1\.pub and .*device\.pub hold the same key"):
+    with pytest.raises(DeployError, match=r"device\.pub is the key of node-1, and a node is one client"):
         add_node(pilot, client=5, public_key=public)
+    with pytest.raises(DeployError, match=r"node-0\.pub is the key of node-0"):
+        add_node(pilot, client=5, public_key=pilot.keys / "node-0.pub")
     assert list(pilot.nodes()) == ["node-0", "node-1"]
     assert not pilot.folder("node-5").exists()
 

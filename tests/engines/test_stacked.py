@@ -15,6 +15,7 @@ from fedprophet.engines import stacked as stacked_module
 from fedprophet.engines.stacked import Limits, Resident, StackedEngine, _sizes, evaluated_positions
 from fedprophet.fast import narrow
 from fedprophet.fast.kernels import TorchKernels
+from fedprophet.fast.narrow import WHOLE
 from fedprophet.fast.rounds import Backend, TrainingPlan, uncaptured
 from fedprophet.methods import METHODS
 from fedprophet.models.normalize import Normalize
@@ -152,6 +153,16 @@ def test_a_stage_behind_frozen_modules(cascade, stage):
     assert len(tasks[0].frozen) == stage
     for kernels in (TorchKernels(), Padded()):
         assert_same_training(session, tasks, stacked(session, kernels=kernels))
+
+
+def test_features_that_are_driven_out_while_others_are_made(cascade):
+    session, last = cascade.session, cascade.states[-1]
+    state = replace([s for s in cascade.states if s.stage == 1][-1], round=last.round + 1)
+    tasks = [replace(session.method._train_task(state, client, 1), threat=None) for client in range(6)]
+    engine = stacked(session, Limits(PLENTY, 300_000))
+    list(engine.map(tasks[3:]))
+    assert engine._resident.nbytes <= 300_000 < 6 * engine._inputs(engine._jobs(tasks[:1], WHOLE))[0].nbytes
+    assert_same_training(session, tasks, engine)
 
 
 def test_different_assignments_in_one_round(cascade):
@@ -450,6 +461,16 @@ def test_a_part_meets_the_same_attack_whatever_else_is_asked(learned):
     together = {u.number: u.metrics for u in stacked(session).map(parts)}
     (alone,) = stacked(session).map([replace(parts[2], number=0)])
     assert alone.metrics == together[2]
+
+
+def test_evaluations_of_different_exits(cascade):
+    """No method asks for them in one breath, but an engine may be asked for anything."""
+    session, state = cascade.session, cascade.states[-1]
+    earlier = next(s for s in cascade.states if s.stage == 1)
+    threat = session.world.image_threat(2)
+    tasks = [*evaluations(session, state, (0, 1), threat), *evaluations(session, earlier, (2, 3), threat)]
+    assert len({task.last for task in tasks}) == 2
+    assert_same_evaluation(session, tasks)
 
 
 def test_which_samples_are_evaluated():

@@ -276,6 +276,14 @@ def test_steps_of_training(case, triton):
 # Plans.
 
 
+@pytest.fixture
+def eager(monkeypatch):
+    """Let work be captured in any case, not only where the device waits for the host."""
+    from fedprophet.engines import cuda
+
+    monkeypatch.setattr(cuda.Captured, "_waits", lambda self: True)
+
+
 def backend(triton, captures: bool, compute: torch.dtype = torch.float32) -> Backend:
     from fedprophet.engines.cuda import Captured
 
@@ -314,7 +322,7 @@ def assert_equal_results(one, other) -> None:
     [{}, {"span": (3, 6, 1)}, {"name": "resnet10", "shape": (3, 72, 72), "span": (0, 4, 0)}],
     ids=["whole", "later-module", "resnet"],
 )
-def test_a_captured_plan_does_what_it_does_uncaptured(make_case, triton, options):
+def test_a_captured_plan_does_what_it_does_uncaptured(make_case, triton, eager, options):
     case = make_case(clients=3, **options)
     plan = training_plan(triton, case, captures=True)
     direct = training_plan(triton, case, captures=False)
@@ -323,9 +331,10 @@ def test_a_captured_plan_does_what_it_does_uncaptured(make_case, triton, options
         found, expected = (play(each, case, threat, hyper) for each in (plan, direct))
         assert_equal_results(found, expected)
     assert found[2] == [True] * 3
+    assert all(iteration.run._graph is not None for iteration in plan._iterations.values())
 
 
-def test_captured_plans_that_take_turns_do_not_disturb_each_other(make_case, triton):
+def test_captured_plans_that_take_turns_do_not_disturb_each_other(make_case, triton, eager):
     """All graphs compute in one pool of memory."""
     cases = [make_case(clients=2), make_case(clients=2, span=(0, 4, 0)), make_case(clients=3, span=(3, 6, 1))]
     plans = [training_plan(triton, case, captures=True) for case in cases]

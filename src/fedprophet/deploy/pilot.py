@@ -24,7 +24,7 @@ from pydantic import Field
 
 from fedprophet.data import find_dataset
 from fedprophet.deploy import DeployError, certificates, node, page
-from fedprophet.deploy.keys import by_key, make_key_pair, registered_form
+from fedprophet.deploy.keys import HOW, by_key, make_key_pair, registered_form
 from fedprophet.deploy.tables import read_settings
 from fedprophet.errors import ConfigError, FedProphetError, unknown
 from fedprophet.methods import find_method
@@ -325,7 +325,9 @@ def raise_clients(pilot: Pilot, clients: int) -> bool:
 def _write_node(pilot: Pilot, client: int, public_key: Path | None) -> None:
     name = f"node-{client}"
     if public_key is not None:
-        by_key([*pilot.nodes().values(), public_key])
+        there = by_key(pilot.nodes().values()).get(registered_form(public_key))
+        if there is not None:
+            raise DeployError(f"{public_key} is the key of {there.stem}, and a node is one client. {HOW}")
     file = node.NodeFile(server=pilot.file.address, client=client, port=node.port_of(client))
     folder = pilot.folder(name)
     folder.mkdir(mode=0o700)

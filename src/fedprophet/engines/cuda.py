@@ -67,7 +67,7 @@ class Captured:
         self._work = work
         self._uses = 0
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._host = 0.0
+        self._host, self._ahead = 0.0, False
         self._began, self._ended = _event(), _event()
 
     def __call__(self) -> None:
@@ -87,11 +87,13 @@ class Captured:
         start = time.perf_counter()
         self._work()
         self._host = time.perf_counter() - start
+        # Where the device has not even begun, a full queue may have kept the host waiting.
+        self._ahead = not self._began.query()
         self._ended.record()
 
     def _waits(self) -> bool:
         """Whether the device had to wait for the host; it is not asked to finish for this."""
-        if not self._ended.query():
+        if self._ahead or not self._ended.query():
             return False
         return float(self._began.elapsed_time(self._ended)) / 1e3 < AHEAD * self._host
 

@@ -27,6 +27,7 @@ from fedprophet.data.dataset import LocalExamples
 from fedprophet.engines.embedded import EmbeddedEngine
 from fedprophet.engines.job import Job
 from fedprophet.fast.folded import Folded
+from fedprophet.fast.layout import sent
 from fedprophet.fast.narrow import WHOLE, fitted, room, run_at, scalable, shapes_in, width_of, work
 from fedprophet.fast.program import Ladder, Program, continues
 from fedprophet.fast.reading import NotFusableError, read_program
@@ -37,6 +38,8 @@ from fedprophet.threat import ThreatModel
 log = logging.getLogger("fedprophet")
 BEGINNING = 10
 """So many of the clients to evaluate come first: the device has something to do while the others are prepared."""
+FLOATS = 6
+"""So often inputs lie in memory in float32: clean, perturbed, drawn, and on their way."""
 CLIENTS = 4096
 """Clients that are kept at hand: which samples are theirs is soon said, but not for everybody every round."""
 
@@ -131,8 +134,9 @@ class StackedEngine:
             self._say(f"the GPU engine leaves this to the plain path: {reason}")
             return None
         frozen = tuple(module.digest for module in task.frozen)
-        narrow = task.last if task.kept else None
-        what = task.kind, task.architecture, task.first, frozen, narrow, task.adversarial_statistics
+        # Only where they train, and whole, may clients leave at different exits.
+        leave = (task.last, task.head) if task.kept or task.kind != "train" else None
+        what = task.kind, task.architecture, task.first, frozen, leave, bool(task.kept), task.adversarial_statistics
         return *what, samples, task.training, task.threat
 
     def _check(self, task: ClientTask, samples: int) -> None:
@@ -153,7 +157,8 @@ class StackedEngine:
             raise NotFusableError("measuring class scores" if program.dense else "a model without a linear layer")
         if task.frozen and task.kind != "evaluate" and self._program(*self._prefix(task)).dense:
             raise NotFusableError("a linear layer in front of a convolution")
-        if self._activations(task, samples, width) > self._limits.activations:
+        # A sub-network may be run among wider ones.
+        if self._activations(task, samples) > self._limits.activations:
             raise NotFusableError(f"{samples} samples of one client at once, which need more memory than there is")
 
     def _samples(self, task: ClientTask) -> int:
@@ -202,13 +207,13 @@ class StackedEngine:
         return room(workspace.chain.model, workspace.channels, width, self._backend.kernels.tile)
 
     def _activations(self, task: ClientTask, samples: int, width: int = WHOLE) -> int:
-        """Return how many bytes of activations one client of a group needs."""
+        """Return how many bytes of inputs and activations one client of a group needs."""
         program = self._program(*self._span(task, width))
         together = min(samples, task.training.batch) if task.training and task.kind == "train" else samples
         elements = 0
         for block, (lines, columns) in zip(program.blocks, program.sizes, strict=False):
             elements += 2 * len(block.convolutions) * block.outputs * lines * columns // block.stride**2
-        return self._backend.compute.itemsize * elements * together
+        return together * (self._backend.compute.itemsize * elements + FLOATS * 4 * math.prod(program.shape))
 
     def _abreast(self, tasks: Sequence[ClientTask]) -> Mapping[int, Sequence[ClientTask]]:
         """Return tasks by the width that they are run at: sub-networks with wider ones where that costs less."""
@@ -287,7 +292,7 @@ class StackedEngine:
         assert hyper is not None
         drawn = [list(batches(samples, hyper.batch, hyper.iterations, job.task)) for job in jobs]
         sizes = [len(batch) for batch in drawn[0]]
-        everything = torch.stack([torch.cat(positions) for positions in drawn]).to(self._backend.device)
+        everything = sent(torch.stack([torch.cat(positions) for positions in drawn]), self._backend.device)
         yield from torch.split(everything, sizes, dim=1)
 
     def _updates(self, jobs: Sequence[Job], plan: TrainingPlan, hyper: LocalTraining) -> Iterator[ClientUpdate]:
@@ -324,8 +329,8 @@ class StackedEngine:
         if jobs[0].task.adversarial_statistics:
             # Clean images keep the clean statistics; only what an attack makes of them is judged with the others.
             attacked = [under_attack(own) for own in parameters]
-            counts = self._evaluation(jobs, attacked, images, labels, threat).answers()
-            counts |= self._evaluation(jobs, parameters, images, labels, None).answers()
+            counts = self._evaluation(jobs, parameters, images, labels, None).answers()
+            counts |= self._evaluation(jobs, attacked, images, labels, threat).attacked()
         else:
             counts = self._evaluation(jobs, parameters, images, labels, threat).answers()
         return _answers(jobs, samples, [shard_weight(job.client) for job in jobs], counts)
@@ -383,9 +388,13 @@ class StackedEngine:
         if not jobs[0].task.frozen:
             return [self._images(job, "train", job.client.data.train) for job in jobs]
         keys = [self._features_key(job) for job in jobs]
-        missing = [number for number, key in enumerate(keys) if key not in self._resident]
-        fresh = dict(zip(missing, self._features([jobs[number] for number in missing]), strict=True))
-        return [self._resident.get(key, partial(fresh.__getitem__, number)) for number, key in enumerate(keys)]
+        # Those that are there are taken first: to make the others may drive them out.
+        found = {key: self._resident.get(key, _nothing) for key in keys if key in self._resident}
+        missing = [(key, job) for key, job in zip(keys, jobs, strict=True) if key not in found]
+        fresh = self._features([job for _, job in missing])
+        for (key, _), features in zip(missing, fresh, strict=True):
+            found[key] = self._resident.get(key, partial(_itself, features))
+        return [found[key] for key in keys]
 
     def _features_key(self, job: Job) -> Hashable:
         chain = self._workspaces[job.task.architecture].chain
@@ -461,11 +470,45 @@ def _sizes(task: ClientTask, samples: int) -> set[int]:
 def _answers(
     jobs: Sequence[Job], samples: int, weights: Sequence[float], found: Mapping[str, Tensor]
 ) -> Iterator[ClientUpdate]:
-    """Yield what was found for each client under every name. The first to ask waits for the device."""
-    rows = torch.stack(list(found.values()), dim=1).tolist()
-    for job, weight, values in zip(jobs, weights, rows, strict=True):
-        task, metrics = job.task, {"samples": float(samples), **dict(zip(found, values, strict=True))}
+    """Return an iterator over what was found for each client under every name. Who asks first waits for the device."""
+    rows = _on_its_way(torch.stack(list(found.values()), dim=1))
+    return _read(jobs, samples, weights, tuple(found), rows)
+
+
+def _read(
+    jobs: Sequence[Job],
+    samples: int,
+    weights: Sequence[float],
+    names: Sequence[str],
+    rows: Callable[[], Sequence[Sequence[float]]],
+) -> Iterator[ClientUpdate]:
+    for job, weight, values in zip(jobs, weights, rows(), strict=True):
+        task, metrics = job.task, {"samples": float(samples), **dict(zip(names, values, strict=True))}
         yield ClientUpdate(task.kind, task.round, task.client, weight=weight, metrics=metrics, number=task.number)
+
+
+def _on_its_way(values: Tensor) -> Callable[[], Sequence[Sequence[float]]]:
+    """Send numbers to the host; return what waits for them, and not for what the device is asked for later."""
+    if not values.is_cuda:
+        return values.tolist
+    home = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    arrived.record()
+
+    def wait() -> Sequence[Sequence[float]]:
+        arrived.synchronize()
+        rows: list[list[float]] = home.tolist()
+        return rows
+
+    return wait
+
+
+def _itself(value: Tensor) -> Tensor:
+    return value
+
+
+def _nothing() -> Tensor:
+    raise AssertionError("a tensor that is there was to be made")
 
 
 def _constant(threat: ThreatModel | None) -> ThreatModel | None:

@@ -52,55 +52,18 @@ class TritonKernels:
             with _exact_products():
                 found = self._torch.convolve(x, weight, shift, mask, turned, out, channels, add, stride)
             return found.contiguous()
-        clients, samples, height, width, inputs = x.shape
         outputs = weight.shape[2 if turned else 3]
-        y = x.new_empty((clients, samples, height, width, outputs)) if out is None else out
+        y = x.new_empty((*x.shape[:4], outputs)) if out is None else out
         given = (add, shift, mask)
         assert all(tensor is None or tensor.is_contiguous() for tensor in (x, weight, y, *given))
         others = (*(weight if tensor is None else tensor for tensor in given), y)
         flags = (*(tensor is not None for tensor in given), turned)
         if _in_blocks(x):
             _launch_blocks(x, weight, others, flags, outputs)
-            return y
-        rows = samples * height * width
-        if channels is not None and 9 * channels <= FEW and mask is None and add is None and not turned:
-            block_n = _divisor(outputs, 64)
-            code.convolve_few[(outputs // block_n, triton.cdiv(rows, 128), clients)](
-                x,
-                weight,
-                others[1],
-                y,
-                rows,
-                height,
-                width,
-                inputs,
-                outputs,
-                channels,
-                flags[1],
-                _precision(x),
-                128,
-                block_n,
-                FEW,
-            )
-            return y
-        block_m, block_n, block_k, warps, stages = _tiles(rows, inputs, outputs, x.dtype)
-        code.convolve[(outputs // block_n, triton.cdiv(rows, block_m), clients)](
-            x,
-            weight,
-            *others,
-            rows,
-            height,
-            width,
-            inputs,
-            outputs,
-            *flags,
-            _precision(x),
-            block_m,
-            block_n,
-            block_k,
-            num_warps=warps,
-            num_stages=stages,
-        )
+        elif channels is not None and 9 * channels <= FEW and mask is None and add is None and not turned:
+            _launch_few(x, weight, shift, y, channels)
+        else:
+            _launch(x, weight, others, flags, outputs)
         return y
 
     def weight_gradient(self, x: Tensor, gradient: Tensor, kernel: int = 3, stride: int = 1) -> Tensor:
@@ -238,7 +201,7 @@ class TritonKernels:
         samples, size = x.shape[0] * x.shape[1], x.shape[2:].numel()
         sums = x.new_empty((samples, parts, 3))
         steps = triton.cdiv(size, BLOCK * parts)
-        code.sample_sums[(parts, samples)](
+        code.sample_sums[(samples, parts)](
             x, clean, gradient, scaling.std, sums, size, x.shape[-1], scaling.channels, parts, BLOCK, steps
         )
         return sums
@@ -315,6 +278,52 @@ def _in_blocks(x: Tensor) -> bool:
     return x.dtype == torch.bfloat16 and width <= LARGEST_TILE and inputs % 64 == 0 and _has_copy_engine(x.get_device())
 
 
+def _launch(x: Tensor, weight: Tensor, others: tuple[Tensor, ...], flags: tuple[bool, ...], outputs: int) -> None:
+    clients, samples, height, width, inputs = x.shape
+    rows = samples * height * width
+    block_m, block_n, block_k, warps, stages = _tiles(rows, inputs, outputs, x.dtype)
+    code.convolve[((outputs // block_n) * triton.cdiv(rows, block_m), clients)](
+        x,
+        weight,
+        *others,
+        rows,
+        height,
+        width,
+        inputs,
+        outputs,
+        *flags,
+        _precision(x),
+        block_m,
+        block_n,
+        block_k,
+        num_warps=warps,
+        num_stages=stages,
+    )
+
+
+def _launch_few(x: Tensor, weight: Tensor, shift: Tensor | None, y: Tensor, channels: int) -> None:
+    clients, samples, height, width, padded = x.shape
+    rows, outputs = samples * height * width, y.shape[-1]
+    block_n = _divisor(outputs, 64)
+    code.convolve_few[((outputs // block_n) * triton.cdiv(rows, ROWS), clients)](
+        x,
+        weight,
+        weight if shift is None else shift,
+        y,
+        rows,
+        height,
+        width,
+        padded,
+        outputs,
+        channels,
+        shift is not None,
+        _precision(x),
+        ROWS,
+        block_n,
+        FEW,
+    )
+
+
 def _launch_blocks(
     x: Tensor, weight: Tensor, others: tuple[Tensor, ...], flags: tuple[bool, ...], outputs: int
 ) -> None:
@@ -332,7 +341,8 @@ def _launch_blocks(
     )
     shape = [block_n, block_k] if turned else [block_k, block_n]
     w_blocks = TensorDescriptor.from_tensor(weight.view(-1, weight.shape[3]), shape)
-    code.convolve_blocks[(outputs // block_n, triton.cdiv(samples, images) * triton.cdiv(height, lines), clients)](
+    tiles = triton.cdiv(samples, images) * triton.cdiv(height, lines)
+    code.convolve_blocks[((outputs // block_n) * tiles, clients)](
         x_blocks,
         w_blocks,
         *others,

@@ -116,7 +116,11 @@ def _flattened(program: Program) -> tuple[int, int]:
 def moved(columns: Sequence[Sequence[Tensor]], home: torch.device, device: torch.device) -> list[Tensor]:
     """Return columns of tensors as stacks on a device, all of them in one transfer."""
     flat = torch.cat([value.to(home).reshape(-1) for column in columns for value in column])
-    if home.type == "cpu" and device.type == "cuda":
-        flat = flat.pin_memory()  # or the host would wait until the device has done all that it was asked before
-    parts = torch.split(flat.to(device, non_blocking=True), [len(column) * column[0].numel() for column in columns])
+    parts = torch.split(sent(flat, device), [len(column) * column[0].numel() for column in columns])
     return [part.view(len(column), *column[0].shape) for part, column in zip(parts, columns, strict=True)]
+
+
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device. The host does not wait until that has done all that it was asked before."""
+    pinned = values.pin_memory() if values.device.type == "cpu" and device.type == "cuda" else values
+    return pinned.to(device, non_blocking=True)

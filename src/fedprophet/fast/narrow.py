@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from fedprophet.cascade.channels import Channels, Kept, first_channels
 from fedprophet.cascade.narrow import full_over_kept
+from fedprophet.fast.layout import Tensors, sent
 from fedprophet.fast.program import Ladder, Program
 
-Tensors = Mapping[str, Tensor]
 Factors = Mapping[str, float]
 """By how much tensors are multiplied, by name; those that are not there lie as they are."""
 Shape = tuple[int, ...]
@@ -156,7 +156,7 @@ def _moved(values: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     elsewhere = [value for value in values if value.device != device]
     if not elsewhere:
         return list(values)
-    flat = torch.cat([value.reshape(-1) for value in elsewhere]).to(device)
+    flat = sent(torch.cat([value.reshape(-1) for value in elsewhere]), device)
     parts = iter(torch.split(flat, [value.numel() for value in elsewhere]))
     return [value if value.device == device else next(parts).view(value.shape) for value in values]
 
@@ -171,7 +171,8 @@ class Squares:
 
     def set(self, factors: Sequence[Factors]) -> None:
         """Take over the factors of a group."""
-        self._all.copy_(torch.tensor([[own.get(name, 1.0) ** 2 for own in factors] for name in self._names]))
+        squares = torch.tensor([[own.get(name, 1.0) ** 2 for own in factors] for name in self._names])
+        self._all.copy_(sent(squares, self._all.device))
 
     def apply(self, gradients: Mapping[str, Tensor]) -> None:
         """Multiply gradients, in place."""

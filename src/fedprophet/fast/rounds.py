@@ -110,13 +110,15 @@ class TrainingPlan:
             owned = {name: value.clone(memory_format=torch.contiguous_format) for name, value in stacks.items()}
             self.training = Training(self.ladder, self.backend.kernels, self.backend.compute, owned, self.hyper)
             self.training.squares = Squares(self.scaled, self.ladder, self.backend.device) if self.scaled else None
+            names = self.layout.statistics() if self.observes else []
+            self.training.observed = {name: torch.empty_like(owned[name]) for name in names}
         else:
             for name, value in stacks.items():
                 self.training.stacks[name].copy_(value)
         if self.observes:
             clean = self.layout.stacked(parameters, self.backend.device)
-            for name in self.layout.statistics():
-                self.training.observed.setdefault(name, torch.empty_like(stacks[name])).copy_(clean[name])
+            for name, values in self.training.observed.items():
+                values.copy_(clean[name])
         self.training.reset(hyper.learning_rate)
         if self.training.squares is not None:
             self.training.squares.set(factors)
@@ -168,12 +170,17 @@ class TrainingPlan:
             finite[slice(*spans[name])] &= torch.isfinite(stack).flatten(1).all(dim=1)
         losses, sound = torch.stack([self.training.losses / self.hyper.iterations, finite.float()]).tolist()
         tensors: list[dict[str, Tensor]] = [{} for _ in range(self.ladder.clients)]
-        found = [(ADVERSARIAL + name if name in observed else name, name, stack) for name, stack in stacks.items()]
-        for public, name, stack in (*found, *((name, name, stack) for name, stack in observed.items())):
-            low, high = spans[name]
-            for own, value in zip(tensors[low:high], self.layout.client(name, stack).unbind(), strict=True):
-                own[public] = value
+        for name, values in self.layout.clients(stacks).items():
+            self._share(tensors, ADVERSARIAL + name if name in observed else name, spans[name], values)
+        for name, stack in observed.items():
+            self._share(tensors, name, spans[name], self.layout.client(name, stack))
         return tensors, losses, [bool(value) for value in sound]
+
+    @staticmethod
+    def _share(tensors: Sequence[dict[str, Tensor]], name: str, span: tuple[int, int], values: Tensor) -> None:
+        """Give each client of a span its own tensor of a name."""
+        for own, value in zip(tensors[slice(*span)], values.unbind(), strict=True):
+            own[name] = value
 
     @property
     def nbytes(self) -> int:
@@ -200,10 +207,14 @@ class Evaluation:
         clean = self._right(self._scaled(self.inputs))
         if self.threat is None:
             return {"clean": clean}
+        return {"clean": clean, **({"adversarial": clean} if self.threat.harmless else self.attacked())}
+
+    def attacked(self) -> dict[str, Tensor]:
+        """Return the same under attack alone."""
         targets = one_hot(self.labels, self.folded.ladder.longest.dense[-1].outputs)
         # The attack on a whole cascade raises the cross-entropy alone.
         attacked = self._attacked(lambda z: self.folded.loss_gradient(z, targets, 0.0))
-        return {"clean": clean, "adversarial": clean if attacked is None else self._right(attacked)}
+        return {"adversarial": self._right(self._scaled(self.inputs) if attacked is None else attacked)}
 
     def magnitudes(self) -> dict[str, Tensor]:
         """Return how far the attack moves the feature of each client, in the mean over its samples."""

@@ -1,7 +1,7 @@
 """What a GPU runs, in Triton: one launch for all clients, bf16 or float32, float32 sums. `gpu` launches it.
 
 A 3×3 convolution is an implicit matrix product: the nine taps and the input channels are one long sum, and images are
-never unfolded. Clients are a dimension of the grid.
+never unfolded. Clients are a dimension of a grid; tiles and samples are its first one, which alone may be long.
 """
 
 import triton
@@ -31,14 +31,15 @@ def convolve(
     BLOCK_K: tl.constexpr,
 ):
     """Any device, any size: every thread computes the addresses of what it reads."""
-    column, row, client = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    tile, client = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    column, row = tile % (outputs // BLOCK_N), tile // (outputs // BLOCK_N)
     m = row * BLOCK_M + tl.arange(0, BLOCK_M)
     n = column * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     inside = m < rows
     position = m % (height * width)
     h, w = position // width, position % width
-    x_at = x_ptr + client * rows * inputs + (m * inputs)[:, None] + k[None, :]
+    x_at = x_ptr + client * rows * inputs + (m.to(tl.int64) * inputs)[:, None] + k[None, :]
     w_base = w_ptr + client * 9 * inputs * outputs
     if TURNED:
         w_at = w_base + n[None, :] * inputs + k[:, None]
@@ -89,7 +90,8 @@ def convolve_few(
     BLOCK_K: tl.constexpr,
 ):
     """Images of few channels: all nine taps are one short sum, gathered number by number."""
-    column, row, client = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    tile, client = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    column, row = tile % (outputs // BLOCK_N), tile // (outputs // BLOCK_N)
     m = row * BLOCK_M + tl.arange(0, BLOCK_M)
     n = column * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -100,7 +102,8 @@ def convolve_few(
     w = (position % width)[:, None] + (tap % 3 - 1)[None, :]
     valid = (h >= 0) & (h < height) & (w >= 0) & (w < width) & inside[:, None] & used[None, :]
     moved = ((tap // 3 - 1) * width + tap % 3 - 1) * padded + channel
-    a = tl.load(x_ptr + client * rows * padded + (m * padded)[:, None] + moved[None, :], mask=valid, other=0.0)
+    x_at = x_ptr + client * rows * padded + (m.to(tl.int64) * padded)[:, None] + moved[None, :]
+    a = tl.load(x_at, mask=valid, other=0.0)
     w_at = w_ptr + (client * 9 * padded + tap * padded + channel)[:, None] * outputs + n[None, :]
     b = tl.load(w_at, mask=used[:, None], other=0.0)
     total = tl.dot(a, b, input_precision=PRECISION)
@@ -138,7 +141,8 @@ def convolve_blocks(
 
     FITS: images are as wide as a tile and whole tiles high. Else tiles reach beyond them, where nothing is written.
     """
-    column, row, client = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tile, client = tl.program_id(0), tl.program_id(1)
+    column, row = tile % (outputs // BLOCK_N), tile // (outputs // BLOCK_N)
     BLOCK_M: tl.constexpr = IMAGES * LINES * WIDTH
     across = tl.cdiv(height, LINES)
     image, line = (row // across) * IMAGES, (row % across) * LINES
@@ -397,7 +401,7 @@ def sample_sums(
     x_ptr, clean_ptr, g_ptr, std_ptr, out_ptr, size, channels, padded, parts, BLOCK: tl.constexpr, STEPS: tl.constexpr
 ):
     """Of a part of one sample: Σ g², Σ δ g and Σ δ², where δ is how far it is from the clean one."""
-    part, sample = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    sample, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     gg = tl.zeros((BLOCK,), dtype=tl.float32)
     dg = tl.zeros((BLOCK,), dtype=tl.float32)
     dd = tl.zeros((BLOCK,), dtype=tl.float32)

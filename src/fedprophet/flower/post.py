@@ -67,6 +67,7 @@ class Post:
 
     def __init__(self, grid: Grid, ledger: Ledger) -> None:
         self._grid, self._ledger = grid, ledger
+        self._listing = True
 
     def send(self, content: RecordDict, node: int, group: str) -> str | None:
         """Send a message and return its id; None where Flower did not take it."""
@@ -100,12 +101,16 @@ class Post:
     def online(self) -> set[int] | None:
         """Return the nodes that are connected; None where Flower does not say."""
         try:
-            return set(self._grid.get_node_ids())
+            found = set(self._grid.get_node_ids())
         except FedProphetError:
             raise
         except Exception as error:
-            log.warning("the nodes cannot be listed: %s", harmless(str(error)))
+            if self._listing:  # it is asked for often: a failure is told once, until it works again
+                log.warning("the nodes cannot be listed: %s", harmless(str(error)))
+            self._listing = False
             return None
+        self._listing = True
+        return found
 
 
 def _batches(ids: Sequence[str], size: int) -> Iterator[Sequence[str]]:

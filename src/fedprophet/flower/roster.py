@@ -71,6 +71,7 @@ class Roster:
         self._asked: dict[str, _Question] = {}
         self._unasked = 0
         self._met = False
+        self._listing = True
 
     def node(self, client: int) -> int | None:
         """Return the node of a client; None where it has none that can be used."""
@@ -147,8 +148,11 @@ class Roster:
                 self._turn_away(node, _Stranger(f"nobody can say whose key it has: {error}"))
             return {}
         except Exception as error:
-            log.warning("the keys of the nodes cannot be listed: %s", harmless(str(error)))
+            if self._listing:
+                log.warning("the keys of the nodes cannot be listed: %s", harmless(str(error)))
+            self._listing = False
             return {}
+        self._listing = True
         here = {node: owner for node, owner in owners.items() if node in nodes}
         for node in (node for node, owner in here.items() if owner is None):
             reason = "its key was made for no client. fedprophet deploy add-node makes one for a client"

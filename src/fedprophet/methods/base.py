@@ -134,7 +134,8 @@ class World:
         for update in updates:
             if update.client in asked and str(update.client) in times:
                 link = draw_link(self.config.seed, asked[update.client].round, update.client)
-                received, sent = payload_bytes(asked[update.client].parameters), payload_bytes(update.parameters)
+                received = payload_bytes(asked[update.client].parameters)
+                sent = payload_bytes(update.parameters) + payload_bytes(update.local)
                 times[str(update.client)]["communication_s"] += communication_time(received, sent, link)
 
     def joined(self, current: Parameters, updates: Iterable[Update]) -> Parameters:
