@@ -12,7 +12,8 @@ from fedprophet.cascade.atoms import explicit_chain
 from fedprophet.client.task import SERVER, ClientTask, Resources
 from fedprophet.data.dataset import from_tensors
 from fedprophet.engines import stacked as stacked_module
-from fedprophet.engines.stacked import Limits, Resident, StackedEngine, _sizes, evaluated_positions
+from fedprophet.engines.inputs import Resident, evaluated_positions
+from fedprophet.engines.stacked import Limits, StackedEngine, _sizes
 from fedprophet.fast import narrow
 from fedprophet.fast.kernels import TorchKernels
 from fedprophet.fast.narrow import WHOLE
@@ -161,7 +162,8 @@ def test_features_that_are_driven_out_while_others_are_made(cascade):
     tasks = [replace(session.method._train_task(state, client, 1), threat=None) for client in range(6)]
     engine = stacked(session, Limits(PLENTY, 300_000))
     list(engine.map(tasks[3:]))
-    assert engine._resident.nbytes <= 300_000 < 6 * engine._inputs(engine._jobs(tasks[:1], WHOLE))[0].nbytes
+    features = engine._features(engine._jobs(tasks[:1], WHOLE))[0]
+    assert engine._inputs.nbytes <= 300_000 < 6 * features.nbytes
     assert_same_training(session, tasks, engine)
 
 

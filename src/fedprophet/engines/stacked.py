@@ -9,22 +9,20 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedprophet.cascade.narrow import narrow_chain
-from fedprophet.client.measure import drawn_samples
-from fedprophet.client.modules import digest
 from fedprophet.client.run import shard_weight
 from fedprophet.client.statistics import ADVERSARIAL, under_attack
 from fedprophet.client.task import ClientTask, ClientUpdate, LocalTraining
 from fedprophet.client.trainer import batches
 from fedprophet.client.workspace import Workspace
-from fedprophet.data.dataset import LocalExamples
 from fedprophet.engines.embedded import EmbeddedEngine
+from fedprophet.engines.inputs import Inputs, evaluated_positions
 from fedprophet.engines.job import Job
 from fedprophet.fast.folded import Folded
 from fedprophet.fast.layout import sent
@@ -53,28 +51,6 @@ class Limits:
     plans: int = 8 * 2**30
 
 
-class Resident:
-    """Tensors that stay on the device, at most so many bytes; those not used for longest make room."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._kept: OrderedDict[Hashable, Tensor] = OrderedDict()
-        self.nbytes = 0
-
-    def __contains__(self, key: Hashable) -> bool:
-        return key in self._kept
-
-    def get(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
-        """Return the tensor of that key, made now where it is not there."""
-        if key not in self._kept:
-            self._kept[key] = make()
-            self.nbytes += self._kept[key].nbytes
-        self._kept.move_to_end(key)
-        while self.nbytes > self._limit and len(self._kept) > 1:
-            self.nbytes -= self._kept.popitem(last=False)[1].nbytes
-        return self._kept[key]
-
-
 class StackedEngine:
     """Groups tasks, plans each kind of group once, and runs what it can on stacks of clients."""
 
@@ -92,7 +68,7 @@ class StackedEngine:
         self._backend = backend
         self._limits = limits
         self._plans: OrderedDict[Hashable, TrainingPlan] = OrderedDict()
-        self._resident = Resident(limits.resident)
+        self._inputs = Inputs(backend.device, limits.resident)
         self._said: set[str] = set()
         self._programs: dict[Hashable, Program | str] = {}
 
@@ -280,8 +256,7 @@ class StackedEngine:
         scaled = scalable(jobs[0].workspace.channels, ladder) if task.kept else ()
         kind = ladder, self._backend, samples, hyper, threat, scaled, task.adversarial_statistics
         plan = self._plan(kind, lambda: TrainingPlan(*kind))
-        labels = [self._labels(job, "train", job.client.data.train) for job in jobs]
-        data = list(zip(self._inputs(jobs), labels, strict=True))
+        data = list(zip(self._inputs.read(jobs, self._features), self._inputs.labels(jobs), strict=True))
         plan.load(self._parameters(jobs), data, task.training, task.threat, [job.factors for job in jobs])
         plan.run(self._schedule(jobs, samples), [job.seed for job in jobs])
         yield from self._updates(jobs, plan, task.training)
@@ -324,7 +299,7 @@ class StackedEngine:
 
     def _evaluate(self, jobs: Sequence[Job]) -> Iterator[ClientUpdate]:
         samples, threat = self._samples(jobs[0].task), jobs[0].task.threat
-        images, labels = zip(*(self._held_out(job) for job in jobs), strict=True)
+        images, labels = zip(*map(self._inputs.held_out, jobs), strict=True)
         parameters = self._parameters(jobs)
         if jobs[0].task.adversarial_statistics:
             # Clean images keep the clean statistics; only what an attack makes of them is judged with the others.
@@ -338,8 +313,8 @@ class StackedEngine:
     def _measure(self, jobs: Sequence[Job]) -> Iterator[ClientUpdate]:
         samples = self._samples(jobs[0].task)
         unlabelled = [torch.zeros(samples, dtype=torch.long, device=self._backend.device)] * len(jobs)
-        threat, parameters = jobs[0].task.threat, self._parameters(jobs)
-        magnitudes = self._evaluation(jobs, parameters, self._inputs(jobs), unlabelled, threat).magnitudes()
+        threat, inputs = jobs[0].task.threat, self._inputs.read(jobs, self._features)
+        magnitudes = self._evaluation(jobs, self._parameters(jobs), inputs, unlabelled, threat).magnitudes()
         return _answers(jobs, samples, [float(samples)] * len(jobs), magnitudes)
 
     def _evaluation(
@@ -361,16 +336,6 @@ class StackedEngine:
         folded.fold(folded.layout.stacked(parameters, self._backend.device))
         return folded
 
-    def _held_out(self, job: Job) -> tuple[Tensor, Tensor]:
-        """Return the images and labels that an evaluation is about."""
-        examples = job.client.data.validation
-        images, labels = self._images(job, "validation", examples), self._labels(job, "validation", examples)
-        chosen = evaluated_positions(job.task, len(examples))
-        if len(chosen) == len(examples):
-            return images, labels
-        positions = chosen.to(self._backend.device)
-        return images[positions], labels[positions]
-
     # What tasks are loaded with.
 
     def _parameters(self, jobs: Sequence[Job]) -> Sequence[Mapping[str, Tensor]]:
@@ -383,46 +348,14 @@ class StackedEngine:
         shapes = shapes_in(workspace.channels, self._room(workspace, jobs[0].width), full)
         return fitted(tensors, [job.factors for job in jobs], shapes, self._backend.device)
 
-    def _inputs(self, jobs: Sequence[Job]) -> list[Tensor]:
-        """Return what atom `first` reads for every training sample: images, or features that stay on the device."""
-        if not jobs[0].task.frozen:
-            return [self._images(job, "train", job.client.data.train) for job in jobs]
-        keys = [self._features_key(job) for job in jobs]
-        # Those that are there are taken first: to make the others may drive them out.
-        found = {key: self._resident.get(key, _nothing) for key in keys if key in self._resident}
-        missing = [(key, job) for key, job in zip(keys, jobs, strict=True) if key not in found]
-        fresh = self._features([job for _, job in missing])
-        for (key, _), features in zip(missing, fresh, strict=True):
-            found[key] = self._resident.get(key, partial(_itself, features))
-        return [found[key] for key in keys]
-
-    def _features_key(self, job: Job) -> Hashable:
-        chain = self._workspaces[job.task.architecture].chain
-        own = digest({name: job.own[name] for name in chain.local(0, job.task.first) if name in job.own})
-        return "features", job.task.client, tuple(module.digest for module in job.task.frozen), own
-
     def _features(self, jobs: Sequence[Job]) -> list[Tensor]:
         """Run the clients' frozen prefixes over their training samples, in evaluation mode."""
-        if not jobs:
-            return []
         program = self._program(*self._prefix(jobs[0].task))
         folded = self._folded(Ladder((program,) * len(jobs)), self._parameters(jobs))
-        images = torch.stack([self._images(job, "train", job.client.data.train) for job in jobs])
-        parts = torch.split(images, jobs[0].task.batch, dim=1)
+        parts = torch.split(torch.stack(self._inputs.images(jobs)), jobs[0].task.batch, dim=1)
         # The padding of channels is the kernels' own affair.
         made = torch.cat([folded.features(folded.prepare(part))[..., : program.feature[0]] for part in parts], dim=1)
         return [features.clone() for features in made]
-
-    def _images(self, job: Job, part: str, examples: LocalExamples) -> Tensor:
-        def fetch() -> Tensor:
-            images = examples.fetch(torch.arange(len(examples))).to(self._backend.device)
-            return images.permute(0, 2, 3, 1).contiguous()
-
-        return self._resident.get(("images", job.task.client, part), fetch)
-
-    def _labels(self, job: Job, part: str, examples: LocalExamples) -> Tensor:
-        key = ("labels", job.task.client, part)
-        return self._resident.get(key, lambda: examples.labels.to(self._backend.device))
 
 
 WORK: Mapping[str, Callable[[StackedEngine, Sequence[Job]], Iterator[ClientUpdate]]] = {
@@ -432,13 +365,6 @@ WORK: Mapping[str, Callable[[StackedEngine, Sequence[Job]], Iterator[ClientUpdat
 }
 EFFORTLESS = ("report", "adopt")
 """Tasks that compute nothing: where they are carried out is not worth a word."""
-
-
-def evaluated_positions(task: ClientTask, available: int) -> Tensor:
-    """Return which held-out samples an evaluation is about."""
-    chosen = drawn_samples(task, available)
-    first, last = task.part or (0, len(chosen))
-    return chosen[first:last]
 
 
 def feature_shape(workspace: Workspace, first: int) -> tuple[int, ...]:
@@ -501,14 +427,6 @@ def _on_its_way(values: Tensor) -> Callable[[], Sequence[Sequence[float]]]:
         return rows
 
     return wait
-
-
-def _itself(value: Tensor) -> Tensor:
-    return value
-
-
-def _nothing() -> Tensor:
-    raise AssertionError("a tensor that is there was to be made")
 
 
 def _constant(threat: ThreatModel | None) -> ThreatModel | None:
