@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -16,6 +17,8 @@ import torch
 
 if importlib.util.find_spec("ray") is None:  # importing it here would let it read its settings too early
     pytest.skip("Flower's simulation is not installed", allow_module_level=True)
+if shlex.quote(sys.executable) != sys.executable:
+    pytest.skip("Ray cannot start a Python whose path has a blank", allow_module_level=True)
 
 from fedprophet.deploy import environment
 from fedprophet.runs.config import to_toml

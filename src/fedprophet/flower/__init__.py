@@ -5,8 +5,11 @@ first has Flower and Ray stay offline and on this machine, unless the environmen
 """
 
 import os
+import shlex
+import sys
 
 from fedprophet.deploy import OFFLINE, require_flower
+from fedprophet.errors import ConfigError
 
 CLUSTER = "RAY_ADDRESS"
 """Where this is set, a simulation uses that Ray cluster, which is on other machines too."""
@@ -19,6 +22,18 @@ def stay_offline() -> None:
     for name, value in OFFLINE.items():
         if not (name == _LOOPBACK and CLUSTER in os.environ):
             os.environ.setdefault(name, value)
+
+
+def expect_startable_python() -> None:
+    """Refuse a simulation that would wait in vain: Ray hands the path of Python to a shell as it is, on this machine.
+
+    On a cluster of the user's, workers are started there.
+    """
+    if CLUSTER not in os.environ and shlex.quote(sys.executable) != sys.executable:
+        raise ConfigError(
+            f"Ray, on which Flower's simulation runs, cannot start {sys.executable}: it cuts paths at blanks and the "
+            "like. Install fedprophet into an environment whose path has none, or use another engine"
+        )
 
 
 require_flower()

@@ -22,6 +22,7 @@ from fedprophet.engines import Parts
 from fedprophet.engines.flower import engine_of_devices, engine_of_simulation
 from fedprophet.engines.workers import ONE_THREAD
 from fedprophet.errors import ConfigError, FedProphetError
+from fedprophet.flower import expect_startable_python
 from fedprophet.flower.owners import KeyOwners, registered_keys
 from fedprophet.flower.roster import Owners
 from fedprophet.runs.config import load_config
@@ -90,6 +91,7 @@ def engine_on(grid: Grid, simulated: bool) -> EngineMaker:
             return engine_of_devices(grid, parts, owners_on(grid))
         if clients is None:
             raise ConfigError("a run in Flower's simulation needs a folder: its clients keep their layers there")
+        expect_startable_python()
         expect_nodes(grid, config.population.clients)
         return engine_of_simulation(grid, parts, clients.parent.absolute())
 

@@ -27,7 +27,7 @@ from fedprophet.engines import Parts
 from fedprophet.engines.flower import FlowerEngine, engine_of_simulation, shared_bytes
 from fedprophet.engines.workers import ONE_THREAD
 from fedprophet.errors import ConfigError, TrainingError
-from fedprophet.flower import CLUSTER
+from fedprophet.flower import CLUSTER, expect_startable_python
 from fedprophet.flower.client_app import make_app
 from fedprophet.flower.post import Ledger
 from fedprophet.runs.session import CUSTOM
@@ -123,6 +123,7 @@ def _check(parts: Parts, cores: int) -> None:
             f"flower.cpus: a client is to have {config.flower.cpus} cores, and the run has {cores}. Set flower.cpus to "
             "at most that, or threads to more"
         )
+    expect_startable_python()
 
 
 class _Lazy:
