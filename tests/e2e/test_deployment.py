@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -62,14 +61,6 @@ IMPOSTOR = 2
 """A client that comes later, with a key of its own, and says that it is another."""
 SPEED = {SMALL: 1e9, LARGE: 4e9}  # a prophet is also faster, so that nobody waits for it
 BANDWIDTH = 1e8
-
-
-def free_ports(count: int) -> list[int]:
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [listener.getsockname()[1] for listener in listeners]
-    for listener in listeners:
-        listener.close()
-    return ports
 
 
 def wait_for(true: Callable[[], Any], what: Callable[[], str]) -> None:
@@ -201,11 +192,11 @@ def change(file: Path, settings: Mapping[str, object]) -> None:
 
 
 @pytest.fixture(scope="module")
-def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+def deployment(tmp_path_factory: pytest.TempPathFactory, free_ports) -> Iterator[Deployment]:
     """A server and two devices of different memory, connected; a third has the key of nobody."""
     made = Deployment(tmp_path_factory.mktemp("deployment"))
     try:
-        make(made)
+        make(made, free_ports(5))
         made.named = {"server": made.server()}
         for name in ("node-0", "node-1", "thief"):
             made.named[name] = made.node(made.path / "nodes" / name)
@@ -215,9 +206,9 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
         made.close()
 
 
-def make(deployment: Deployment) -> None:
+def make(deployment: Deployment, ports: list[int]) -> None:
     """Make the pilot, say what its devices have to spare, and copy one's folder with a key of its own."""
-    port, *others = deployment.ports = free_ports(5)
+    port, *others = deployment.ports = ports
     flags = [word for key, value in SETTINGS.items() for word in ("--set", f"{key}={value}")]
     deployment.done("deploy", "init", deployment.path, "--nodes", 2, "--port", port, *flags, log="init")
     deployment.memory = {SMALL: assemble(load_config(str(deployment.path / "config.toml"))).budget, LARGE: 10**9}

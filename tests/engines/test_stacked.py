@@ -12,7 +12,6 @@ from fedprophet.cascade.atoms import explicit_chain
 from fedprophet.client.task import SERVER, ClientTask, Resources
 from fedprophet.data.dataset import from_tensors
 from fedprophet.engines import stacked as stacked_module
-from fedprophet.engines.inputs import Resident, evaluated_positions
 from fedprophet.engines.stacked import Limits, StackedEngine, _sizes
 from fedprophet.fast import narrow
 from fedprophet.fast.kernels import TorchKernels
@@ -27,12 +26,6 @@ from fedprophet.threat import ThreatModel
 PLENTY = 10**9
 ROOMY = Limits(PLENTY, PLENTY)
 PARTIAL = ("heterofl", "feddrop", "fedrolex")
-
-
-class Padded(TorchKernels):
-    """Kernels that want channels in multiples of 16, as a GPU's do."""
-
-    multiple = 16
 
 
 def stacked(session, limits=ROOMY, kernels=None) -> StackedEngine:
@@ -113,7 +106,7 @@ def assert_same_training(session, tasks, engine=None, tolerance=1e-4, noise=1e-6
 # Training.
 
 
-@pytest.mark.parametrize("kernels", [TorchKernels(), Padded()], ids=["exact", "padded"])
+@pytest.mark.parametrize("kernels", [TorchKernels(), TorchKernels(16)], ids=["exact", "padded"])
 @pytest.mark.parametrize("model", ["vgg-small", "resnet10"])
 @pytest.mark.parametrize("method", ["jfat", "fedprophet", *PARTIAL])
 def test_rounds_without_an_attack_equal_the_plain_engines(session_of, method, model, kernels, caplog):
@@ -152,7 +145,7 @@ def test_a_stage_behind_frozen_modules(cascade, stage):
     state = replace([s for s in cascade.states if s.stage == stage][-1], round=last.round + 1)
     tasks = [replace(session.method._train_task(state, client, stage), threat=None) for client in range(6)]
     assert len(tasks[0].frozen) == stage
-    for kernels in (TorchKernels(), Padded()):
+    for kernels in (TorchKernels(), TorchKernels(16)):
         assert_same_training(session, tasks, stacked(session, kernels=kernels))
 
 
@@ -355,7 +348,7 @@ def learned(settings, play_in_memory):
     return played
 
 
-@pytest.mark.parametrize("kernels", [TorchKernels(), Padded()], ids=["exact", "padded"])
+@pytest.mark.parametrize("kernels", [TorchKernels(), TorchKernels(16)], ids=["exact", "padded"])
 def test_evaluation(learned, kernels):
     session, state = learned.session, learned.states[-1]
     threat = ThreatModel("linf", 0.05, 0.02, 5, (0.0, 1.0))
@@ -387,7 +380,7 @@ def test_the_device_works_on_some_clients_while_others_are_prepared(learned, mon
 # Two sets of norm statistics.
 
 
-@pytest.mark.parametrize("kernels", [TorchKernels(), Padded()], ids=["exact", "padded"])
+@pytest.mark.parametrize("kernels", [TorchKernels(), TorchKernels(16)], ids=["exact", "padded"])
 def test_two_sets_of_statistics_follow_clean_and_attacked_batches(session_of, kernels):
     session = session_of({"method": "fedrbn"})
     tasks = joint(session, adversarial_statistics=True)
@@ -475,14 +468,6 @@ def test_evaluations_of_different_exits(cascade):
     assert_same_evaluation(session, tasks)
 
 
-def test_which_samples_are_evaluated():
-    task = ClientTask("evaluate", 1, 3, 0, samples=5, part=(2, 9))
-    chosen = evaluated_positions(replace(task, part=None), 20)
-    assert len(chosen) == 5
-    assert torch.equal(evaluated_positions(task, 20), chosen[2:])
-    assert torch.equal(evaluated_positions(replace(task, samples=None, part=None), 4), torch.arange(4))
-
-
 def test_clients_without_held_out_samples(session_of, caplog):
     session = session_of({"method": "jfat", "data.validation": 0.001})
     assert len(session.population.client_data(0).validation) == 0
@@ -499,7 +484,7 @@ def test_a_cascade_is_evaluated_from_the_image_on(cascade):
     assert_same_evaluation(session, tasks)
 
 
-@pytest.mark.parametrize("kernels", [TorchKernels(), Padded()], ids=["exact", "padded"])
+@pytest.mark.parametrize("kernels", [TorchKernels(), TorchKernels(16)], ids=["exact", "padded"])
 def test_measuring(cascade, kernels):
     asked = [
         task
@@ -595,10 +580,10 @@ SHARES = (0.25, 1.0, 0.6, 0.5, 0.99, 0.05)
     ("method", "apart", "kernels", "groups"),
     [
         ("heterofl", 0.0, TorchKernels(), [1, 1, 1, 1, 2]),  # each width apart
-        ("heterofl", 1.0, Padded(), [2, 4]),  # 2 + 4 · (5/8)² + 2 is less than 2 + 2 · (5/8)² + 2 · (2/8)² + 3
+        ("heterofl", 1.0, TorchKernels(16), [2, 4]),  # 2 + 4 · (5/8)² + 2 is less than 2 + 2 · (5/8)² + 2 · (2/8)² + 3
         ("heterofl", 100.0, TorchKernels(), [6]),
         ("feddrop", 1.0, TorchKernels(), [2, 4]),
-        ("fedrolex", 100.0, Padded(), [6]),
+        ("fedrolex", 100.0, TorchKernels(16), [6]),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -798,20 +783,6 @@ def test_plans_make_room_for_others(session_of):
     assert len(keen._plans) == 1
     assert len(roomy._plans) > 1
     assert all(plan.nbytes > 0 for plan in roomy._plans.values())
-
-
-def test_residents_make_room_for_others():
-    made = []
-
-    def make(name):
-        return lambda: (made.append(name), torch.zeros(10))[1]
-
-    kept = Resident(80)
-    for name in ("a", "b", "a", "c", "a", "b"):
-        kept.get(name, make(name))
-    assert made == ["a", "b", "c", "b"]  # "c" displaced "b", which was not used for longest
-    assert kept.nbytes == 80
-    assert Resident(1).get("large", lambda: torch.zeros(10)).numel() == 10
 
 
 def test_inputs_that_do_not_stay_are_fetched_again(session_of, same_tensors):

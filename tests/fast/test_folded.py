@@ -106,8 +106,7 @@ def test_an_exit_without_a_pool_reads_every_position(distance):
     chain = explicit_chain([("all", model)])
     program = read_program(chain, 0, 1, None, (2, 4, 4), 4)
     for multiple in (1, 16):
-        kernels = TorchKernels()
-        kernels.multiple = multiple
+        kernels = TorchKernels(multiple)
         network = Folded(Ladder((program,)), kernels, torch.float32)
         network.fold(network.layout.stacked([{n: t.detach() for n, t in chain.tensors.items()}], CPU))
         x, labels = torch.rand(6, 2, 4, 4, requires_grad=True), torch.tensor([0, 1, 2, 3, 0, 1])

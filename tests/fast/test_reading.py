@@ -222,10 +222,7 @@ class Aside(nn.Module):
 
 
 def test_what_nobody_reads():
-    assert refusal(Aside()) in (
-        "what it computes besides what it gives out",
-        "tensor aside.weight, which no layer computes with",
-    )
+    assert refusal(Aside()) == "what it computes besides what it gives out"
 
 
 class Methods(nn.Module):

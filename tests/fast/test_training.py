@@ -108,8 +108,7 @@ def test_a_convolutions_bias_has_no_gradient_but_decays(make_case):
 
 def test_padding_stays_zero(make_case):
     case = make_case()
-    kernels = TorchKernels()
-    kernels.multiple = 16
+    kernels = TorchKernels(16)
     training = Training(case.ladder, kernels, torch.float32, case.stacks(16), HYPER)
     for _ in range(3):
         training.step(training.prepare(case.stacked), case.targets, Draws(CPU))

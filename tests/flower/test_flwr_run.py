@@ -4,7 +4,6 @@ import importlib.util
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -40,14 +39,6 @@ SMALL = {
 }
 
 
-def free_ports(count: int) -> list[int]:
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [listener.getsockname()[1] for listener in listeners]
-    for listener in listeners:
-        listener.close()
-    return ports
-
-
 def processes_of(home: Path) -> set[int]:
     """Return the processes that have this home of Flower's in their environment."""
     mark, found = f"FLWR_HOME={home}".encode(), set()
@@ -59,7 +50,7 @@ def processes_of(home: Path) -> set[int]:
 
 
 @pytest.fixture
-def flower(tmp_path) -> Iterator[Mapping[str, str]]:
+def flower(tmp_path, free_ports) -> Iterator[Mapping[str, str]]:
     """Return an environment for Flower with a home and ports of its own; what it leaves running is ended."""
     home, (http, control) = tmp_path / "flower home", free_ports(2)
     ports = {"FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(http), "FLWR_LOCAL_CONTROL_API_PORT": str(control)}

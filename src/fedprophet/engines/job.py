@@ -66,13 +66,18 @@ class Job:
         """Return what a stack trained in the client's own shapes."""
         return cut_out(trained, self.tensors, self.factors) if self.task.kept else trained
 
-    def local_names(self) -> tuple[str, ...]:
-        """Return the names of the layers that stay with the client."""
+    def local(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return those of the client's tensors that stay with it, both sets of statistics where there are two."""
+        names = set(self._local_names)
+        return {name: value for name, value in tensors.items() if name.removeprefix(ADVERSARIAL) in names}
+
+    @cached_property
+    def _local_names(self) -> tuple[str, ...]:
         return self.workspace.chain.local(self.task.first, self.task.last)
 
     def counters(self, steps: int) -> dict[str, Tensor]:
         """Return the norm layers' counts of batches, which nothing computes with, as the plain path leaves them."""
-        names = [name for name in self.local_names() if name.endswith("num_batches_tracked")]
+        names = [name for name in self._local_names if name.endswith("num_batches_tracked")]
         clean = {name: self.own.get(name, self.workspace.initial[name]) for name in names}
         both = {ADVERSARIAL + name: self.own.get(ADVERSARIAL + name, value) for name, value in clean.items()}
         counts = {**clean, **both} if self.task.adversarial_statistics else clean

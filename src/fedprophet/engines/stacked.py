@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedprophet.cascade.narrow import narrow_chain
 from fedprophet.client.run import shard_weight
-from fedprophet.client.statistics import ADVERSARIAL, under_attack
+from fedprophet.client.statistics import under_attack
 from fedprophet.client.task import ClientTask, ClientUpdate, LocalTraining
 from fedprophet.client.trainer import batches
 from fedprophet.client.workspace import Workspace
@@ -25,7 +25,7 @@ from fedprophet.engines.embedded import EmbeddedEngine
 from fedprophet.engines.inputs import Inputs, evaluated_positions
 from fedprophet.engines.job import Job
 from fedprophet.fast.folded import Folded
-from fedprophet.fast.layout import sent
+from fedprophet.fast.layout import sent, transferred
 from fedprophet.fast.narrow import WHOLE, fitted, room, run_at, scalable, shapes_in, width_of, work
 from fedprophet.fast.program import Ladder, Program, continues
 from fedprophet.fast.reading import NotFusableError, read_program
@@ -273,11 +273,7 @@ class StackedEngine:
     def _updates(self, jobs: Sequence[Job], plan: TrainingPlan, hyper: LocalTraining) -> Iterator[ClientUpdate]:
         stacks, losses, sound = plan.results()
         trained = [job.taken(tensors) for job, tensors in zip(jobs, stacks, strict=True)]
-        local = [
-            {name: tensors[name] for name in tensors if name.removeprefix(ADVERSARIAL) in job.local_names()}
-            for job, tensors in zip(jobs, trained, strict=True)
-        ]
-        layers = brought_home(local)
+        layers = brought_home([job.local(tensors) for job, tensors in zip(jobs, trained, strict=True)])
         for job, tensors, own, loss, finite in zip(jobs, trained, layers, losses, sound, strict=True):
             task = job.task
             kept = {**job.own, **own, **job.counters(hyper.iterations)}
@@ -376,12 +372,8 @@ def feature_shape(workspace: Workspace, first: int) -> tuple[int, ...]:
 
 def brought_home(tables: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
     """Return tensors in the host's memory, all of them in one transfer."""
-    values = [value for table in tables for value in table.values()]
-    if not values:
-        return [{} for _ in tables]
-    flat = torch.cat([value.reshape(-1) for value in values]).cpu()
-    parts = iter(torch.split(flat, [value.numel() for value in values]))
-    return [{name: next(parts).reshape(value.shape) for name, value in table.items()} for table in tables]
+    values = iter(transferred([value for table in tables for value in table.values()], torch.device("cpu")))
+    return [{name: next(values) for name in table} for table in tables]
 
 
 def _sizes(task: ClientTask, samples: int) -> set[int]:

@@ -122,8 +122,10 @@ class Kernels(Protocol):
 class TorchKernels:
     """Client after client, each with torch's own convolutions in channels-last layout."""
 
-    multiple = 1
     tile = 1
+
+    def __init__(self, multiple: int = 1) -> None:
+        self.multiple = multiple
 
     def convolve(
         self,

@@ -120,7 +120,18 @@ def moved(columns: Sequence[Sequence[Tensor]], home: torch.device, device: torch
     return [part.view(len(column), *column[0].shape) for part, column in zip(parts, columns, strict=True)]
 
 
+def transferred(values: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Return tensors of one type on a device, those that come from elsewhere in one transfer."""
+    elsewhere = [value for value in values if value.device != device]
+    if not elsewhere:
+        return list(values)
+    flat = sent(torch.cat([value.reshape(-1) for value in elsewhere]), device)
+    parts = iter(torch.split(flat, [value.numel() for value in elsewhere]))
+    return [value if value.device == device else next(parts).view(value.shape) for value in values]
+
+
 def sent(values: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on a device. The host does not wait until that has done all that it was asked before."""
-    pinned = values.pin_memory() if values.device.type == "cpu" and device.type == "cuda" else values
-    return pinned.to(device, non_blocking=True)
+    """Return a tensor on a device. On the way to a GPU the host does not wait until that has done what it was asked."""
+    if values.device.type == "cpu" and device.type == "cuda":
+        return values.pin_memory().to(device, non_blocking=True)
+    return values.to(device)

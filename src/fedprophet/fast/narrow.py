@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fedprophet.cascade.channels import Channels, Kept, first_channels
 from fedprophet.cascade.narrow import full_over_kept
-from fedprophet.fast.layout import Tensors, sent
+from fedprophet.fast.layout import Tensors, sent, transferred
 from fedprophet.fast.program import Ladder, Program
 
 Factors = Mapping[str, float]
@@ -128,7 +128,7 @@ def fitted(
 ) -> list[dict[str, Tensor]]:
     """Return the clients' tensors in common shapes, multiplied by their factors, with zeros for what one lacks."""
     names = list(shapes)
-    homes = iter(_moved([tensors[name] for tensors in clients for name in names], device))
+    homes = iter(transferred([tensors[name] for tensors in clients for name in names], device))
     found: list[dict[str, Tensor]] = [{} for _ in clients]
     stacks = {name: torch.zeros((len(clients), *shape), device=device) for name, shape in shapes.items()}
     for number, own in enumerate(found):
@@ -149,16 +149,6 @@ def cut_out(tensors: Tensors, like: Tensors, factors: Factors) -> dict[str, Tens
 def _corner(part: Tensor) -> tuple[slice, ...]:
     """Return where a tensor lies in one that is padded at the end of its axes."""
     return tuple(slice(size) for size in part.shape)
-
-
-def _moved(values: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Return tensors on a device, those that come from elsewhere in one transfer."""
-    elsewhere = [value for value in values if value.device != device]
-    if not elsewhere:
-        return list(values)
-    flat = sent(torch.cat([value.reshape(-1) for value in elsewhere]), device)
-    parts = iter(torch.split(flat, [value.numel() for value in elsewhere]))
-    return [value if value.device == device else next(parts).view(value.shape) for value in values]
 
 
 class Squares:

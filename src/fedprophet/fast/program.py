@@ -97,7 +97,7 @@ class Program:
         """Channels, height and width of the feature that the exit reads."""
         return (self.blocks[-1].outputs, *self.sizes[-1]) if self.blocks else self.shape
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[tuple[int, int], ...]:
         """Height and width of what the first block reads, and of what each block leaves."""
         sizes = [self.shape[1:]]
