@@ -154,6 +154,20 @@ def test_averages(triton, size, dtype, parts):
         assert error(out, plain.average_gradient(gradient, x, parts, weight, masked)) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("classes", [2, 10, 256])
+def test_the_gradient_at_a_head(triton, size, dtype, classes):
+    clients, samples, _, _, channels = size
+    x, weight = images(size, channels, dtype, seed=5), draw(clients, channels, classes, seed=6, dtype=dtype)
+    bias = draw(clients, classes, seed=7, dtype=dtype)
+    targets = torch.eye(classes)[torch.arange(clients * samples).view(clients, samples) % classes]
+    one, two, three = on_gpu(dtype, x, weight, bias)
+    for weighted, masked in ((0.0, False), (0.3, True)):
+        out = torch.empty_like(one)
+        assert triton.head_gradient(one, two, three, targets.to(GPU), weighted, masked, out) is out
+        expected = TorchKernels().head_gradient(x, weight, bias, targets, weighted, masked)
+        assert error(out, expected) < TOLERANCE[dtype]
+
+
 def test_norms(triton, size, dtype):
     clients, _, _, _, channels = size
     x, gradient, active = (images(size, channels, dtype, seed=seed) for seed in (7, 8, 9))
@@ -213,6 +227,30 @@ def test_convolutions_in_blocks(triton, side, turned):
         on_device["mask"] = mask.to(GPU, torch.bfloat16)
     found = triton.convolve(*on_gpu(torch.bfloat16, x, weight), **on_device)
     assert error(found, expected) < TOLERANCE[torch.bfloat16]
+
+
+TILES = [
+    # samples, side, inputs, outputs, whether turned; positions, outputs and inputs of the tile that is chosen
+    pytest.param(9, 8, 128, 256, False, (128, 128, 128), id="few"),
+    pytest.param(301, 8, 64, 256, False, (128, 128, 64), id="many"),
+    pytest.param(9, 8, 64, 256, True, (64, 128, 64), id="few-turned"),
+    pytest.param(101, 8, 64, 256, True, (64, 256, 64), id="some-turned"),
+    pytest.param(2001, 4, 64, 256, True, (128, 256, 64), id="many-turned"),
+    pytest.param(101, 16, 64, 128, True, (128, 128, 64), id="large-turned"),
+]
+
+
+@pytest.mark.parametrize(("samples", "side", "inputs", "outputs", "turned", "tile"), TILES)
+def test_every_kind_of_tile(triton, samples, side, inputs, outputs, turned, tile):
+    from fedprophet.fast.gpu import _block_tiles
+
+    clients = 2
+    assert _block_tiles(clients * samples * side * side, side, inputs, outputs, turned)[:3] == tile
+    taps = (outputs, inputs) if turned else (inputs, outputs)
+    x, weight = draw(clients, samples, side, side, inputs), draw(clients, 9, *taps, seed=1)
+    x, weight = on_gpu(torch.bfloat16, x, weight)
+    expected = TorchKernels().convolve(x, weight, turned=turned)
+    assert error(triton.convolve(x, weight, turned=turned), expected.float().cpu()) < TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -276,14 +314,6 @@ def test_steps_of_training(case, triton):
 # Plans.
 
 
-@pytest.fixture
-def eager(monkeypatch):
-    """Let work be captured in any case, not only where the device waits for the host."""
-    from fedprophet.engines import cuda
-
-    monkeypatch.setattr(cuda.Captured, "_waits", lambda self: True)
-
-
 def backend(triton, captures: bool, compute: torch.dtype = torch.float32) -> Backend:
     from fedprophet.engines.cuda import Captured
 
@@ -319,10 +349,10 @@ def assert_equal_results(one, other) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"span": (3, 6, 1)}, {"name": "resnet10", "shape": (3, 72, 72), "span": (0, 4, 0)}],
+    [{}, {"span": (3, 6, 1)}, {"name": "resnet10", "shape": (3, 72, 72), "span": (0, 3, 0)}],
     ids=["whole", "later-module", "resnet"],
 )
-def test_a_captured_plan_does_what_it_does_uncaptured(make_case, triton, eager, options):
+def test_a_captured_plan_does_what_it_does_uncaptured(make_case, triton, options):
     case = make_case(clients=3, **options)
     plan = training_plan(triton, case, captures=True)
     direct = training_plan(triton, case, captures=False)
@@ -331,10 +361,10 @@ def test_a_captured_plan_does_what_it_does_uncaptured(make_case, triton, eager, 
         found, expected = (play(each, case, threat, hyper) for each in (plan, direct))
         assert_equal_results(found, expected)
     assert found[2] == [True] * 3
-    assert all(iteration.run._graph is not None for iteration in plan._iterations.values())
+    assert all(piece.graph is not None for iteration in plan._iterations.values() for piece in iteration.pieces)
 
 
-def test_captured_plans_that_take_turns_do_not_disturb_each_other(make_case, triton, eager):
+def test_captured_plans_that_take_turns_do_not_disturb_each_other(make_case, triton):
     """All graphs compute in one pool of memory."""
     cases = [make_case(clients=2), make_case(clients=2, span=(0, 4, 0)), make_case(clients=3, span=(3, 6, 1))]
     plans = [training_plan(triton, case, captures=True) for case in cases]

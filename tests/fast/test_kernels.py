@@ -181,6 +181,22 @@ def test_averages_and_their_gradient(side, masked):
         torch.testing.assert_close(back[client], expected)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_gradient_at_a_head(masked):
+    x, weight, bias = draw(2, 3, 4, 4, 5), draw(2, 5, 6, seed=1), draw(2, 6, seed=2)
+    labels = torch.tensor([[0, 5, 2], [1, 1, 4]])
+    out = torch.empty_like(x)
+    found = KERNELS.head_gradient(x, weight, bias, F.one_hot(labels, 6).float(), 0.3, masked, out)
+    assert found is out
+    for client in range(2):
+        source = x[client].clone().requires_grad_()
+        scores = source.mean(dim=(1, 2)) @ weight[client] + bias[client]
+        (F.cross_entropy(scores, labels[client], reduction="sum") + 0.15 * source.square().sum()).backward()
+        assert source.grad is not None
+        expected = source.grad * (x[client] > 0) if masked else source.grad
+        torch.testing.assert_close(found[client], expected)
+
+
 def test_moments(x):
     x = 3 * x + 2
     mean, variance = KERNELS.moments(x)

@@ -1,7 +1,6 @@
 """One NVIDIA GPU as the fast engine's device: bf16 or float32, Triton kernels, captured graphs."""
 
 import gc
-import time
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
@@ -14,10 +13,6 @@ from fedprophet.errors import ConfigError
 from fedprophet.fast.rounds import Backend
 from fedprophet.fleet.population import Population
 
-USES_BEFORE = 4
-"""So often work is done as it is: kernels are compiled when they first run, and a graph must be used to pay."""
-AHEAD = 1.25
-"""Where the device is busy so many times longer than the host is with asking, launches cost no time."""
 ACTIVATIONS_SHARE, RESIDENT_SHARE, PLANS_SHARE = 0.25, 0.25, 0.25
 """Shares of the device's memory for the activations of one group, and for inputs and plans that stay between rounds."""
 
@@ -58,44 +53,23 @@ def _pool() -> torch.cuda.CUDAGraph:
 
 
 class Captured:
-    """Work on fixed memory. It is done as it is the first times, which compiles and loads its kernels. Where the device
-    waits for the host then, it is captured as a graph: all its kernels are launched at once from then on. Where the
-    host is ahead anyway, capturing would only take time.
+    """Work on fixed memory. The first time it is done as it is, which compiles and loads its kernels. Then it is
+    captured as a graph, and all its kernels are launched at once from then on.
     """
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work = work
-        self._uses = 0
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._host, self._ahead = 0.0, False
-        self._began, self._ended = _event(), _event()
+        self._done = False
+        self.graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self) -> None:
-        self._uses += 1
-        if self._graph is None and self._uses > USES_BEFORE and self._waits():
-            self._graph = _capture(self._work)
-        if self._graph is not None:
-            self._graph.replay()
-        elif self._uses == USES_BEFORE:
-            self._measure()
-        else:
+        if not self._done:
             self._work()
-
-    def _measure(self) -> None:
-        """Do the work, and note how long the host takes to ask for it and the device to do it."""
-        self._began.record()
-        start = time.perf_counter()
-        self._work()
-        self._host = time.perf_counter() - start
-        # Where the device has not even begun, a full queue may have kept the host waiting.
-        self._ahead = not self._began.query()
-        self._ended.record()
-
-    def _waits(self) -> bool:
-        """Whether the device had to wait for the host; it is not asked to finish for this."""
-        if self._ahead or not self._ended.query():
-            return False
-        return float(self._began.elapsed_time(self._ended)) / 1e3 < AHEAD * self._host
+            self._done = True
+            return
+        if self.graph is None:
+            self.graph = _capture(self._work)
+        self.graph.replay()
 
 
 def _capture(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
@@ -116,10 +90,6 @@ def _capture(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
             gc.enable()
     torch.cuda.current_stream().wait_stream(stream)
     return graph
-
-
-def _event() -> Any:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 @cache

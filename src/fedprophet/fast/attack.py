@@ -29,12 +29,21 @@ class Attack:
 
     def __call__(self, gradient: Gradient, clean: Tensor, network: Folded, draws: Draws) -> Tensor:
         """Return inputs (K×N×H×W×C) perturbed so that the objective is high, as the first block reads them."""
-        ball, scaling = self.ball, network.scaling(clean.device)
-        perturbed = (clean + _start(clean, ball, draws)).clamp_(ball.low, ball.high)
-        scaled = scaling(perturbed)
+        perturbed = self.start(clean, draws)
+        scaled = network.scaling(clean.device)(perturbed)
         for _ in range(self.steps):
-            network.kernels.ascend(perturbed, scaled, clean, gradient(scaled), ball, scaling, network.spreads)
+            self.climb(gradient, clean, perturbed, scaled, network)
         return scaled
+
+    def start(self, clean: Tensor, draws: Draws) -> Tensor:
+        """Return inputs moved somewhere in the ball."""
+        ball = self.ball
+        return (clean + STARTS[ball.norm](clean, ball, draws)).clamp_(ball.low, ball.high)
+
+    def climb(self, gradient: Gradient, clean: Tensor, perturbed: Tensor, scaled: Tensor, network: Folded) -> None:
+        """Move perturbed inputs one step up the gradient, in place, and what the first block reads with them."""
+        scaling = network.scaling(clean.device)
+        network.kernels.ascend(perturbed, scaled, clean, gradient(scaled), self.ball, scaling, network.spreads)
 
 
 def _linf_start(clean: Tensor, ball: Ball, draws: Draws) -> Tensor:
@@ -48,7 +57,3 @@ def _l2_start(clean: Tensor, ball: Ball, draws: Draws) -> Tensor:
 
 
 STARTS = {"linf": _linf_start, "l2": _l2_start}
-
-
-def _start(clean: Tensor, ball: Ball, draws: Draws) -> Tensor:
-    return STARTS[ball.norm](clean, ball, draws)

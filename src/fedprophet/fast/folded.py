@@ -100,9 +100,12 @@ class Folded(Network):
         """Return the gradient of each sample's loss with respect to its prepared input; `targets` are one-hot."""
 
         def at(exits: Exits, feature: Tensor, masked: bool, out: Tensor | None) -> Tensor:
+            aims, (weights, biases) = targets[exits.low : exits.high], self._layers(exits)
+            if _is_head(exits.program) and biases[0] is not None:
+                mu = strong_convexity if exits.program.convex else 0.0
+                return self.kernels.head_gradient(feature, weights[0], biases[0], aims, mu, masked, out)
             run = self._exit(exits, feature)
-            gradient = (run.scores.softmax(dim=2) - targets[exits.low : exits.high]).to(self.compute)
-            weights, _ = self._layers(exits)
+            gradient = (run.scores.softmax(dim=2) - aims).to(self.compute)
             gradient, _ = dense_backward(exits.program.dense, weights, run, gradient, parameters=False)
             return self.exit_gradient(exits, gradient, feature, strong_convexity, masked, out)
 
@@ -226,6 +229,11 @@ def _small_blocks(program: Program) -> list[int]:
         else 0
         for block, inner, (height, width) in zip(program.blocks, around, program.sizes, strict=False)
     ]
+
+
+def _is_head(program: Program) -> bool:
+    """Whether an exit is one linear layer that reads the mean over all positions."""
+    return len(program.dense) == 1 and program.side == 1 and not program.dense[0].relu
 
 
 def _is_plain(part: Convolution) -> bool:

@@ -23,6 +23,8 @@ ROWS = 128
 BLOCK = 1024
 LARGEST_TILE = 128
 """Positions of a tile at least as many as a line may have."""
+SHARED = 200 * 1024
+"""The largest tiles need almost so many bytes of a processor's own memory."""
 _LARGEST = 3e38
 """Stands for infinity."""
 
@@ -133,6 +135,37 @@ class TritonKernels:
         height, width, channels = x.shape[2:]
         code.average_gradient[(triton.cdiv(total, BLOCK),)](
             gradient, x, y, total, height, width, channels, side, weight, masked, BLOCK
+        )
+        return y
+
+    def head_gradient(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        targets: Tensor,
+        strong_convexity: float,
+        masked: bool,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        y = torch.empty_like(x) if out is None else out
+        assert all(tensor.is_contiguous() for tensor in (x, weight, bias, targets, y))
+        clients, samples, height, width, channels = x.shape
+        code.head_gradient[(samples, clients)](
+            x,
+            weight,
+            bias,
+            targets,
+            y,
+            samples,
+            height * width,
+            channels,
+            weight.shape[2],
+            strong_convexity,
+            masked,
+            min(ROWS // 2, triton.next_power_of_2(height * width)),
+            min(64, triton.next_power_of_2(channels)),
+            max(16, triton.next_power_of_2(weight.shape[2])),
         )
         return y
 
@@ -268,8 +301,9 @@ def _exact_products() -> Any:
 
 @cache
 def _has_copy_engine(device: int) -> bool:
-    """Whether a device fetches blocks of tensors by itself."""
-    return torch.cuda.get_device_capability(device)[0] >= 9
+    """Whether a device fetches blocks of tensors by itself, and has room for those of a pipeline."""
+    memory = triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"]
+    return torch.cuda.get_device_capability(device)[0] >= 9 and bool(memory >= SHARED)
 
 
 def _in_blocks(x: Tensor) -> bool:
@@ -329,13 +363,12 @@ def _launch_blocks(
 ) -> None:
     clients, samples, height, width, inputs = x.shape
     turned = flags[-1]
-    block_n = _divisor(outputs, 128)
-    positions, warps, stages = _block_tiles(clients * samples * height * width, height, block_n, turned)
+    rows = clients * samples * height * width
+    positions, block_n, block_k, warps, stages = _block_tiles(rows, height, inputs, outputs, turned)
     # The sides of a tile are powers of two; what lies beyond an image is fetched as zeros.
     across = triton.next_power_of_2(width)
     lines = min(triton.next_power_of_2(height), max(1, positions // across))
     images = max(1, positions // (lines * across))
-    block_k = 64
     x_blocks = TensorDescriptor.from_tensor(
         x.view(clients * samples, height, width, inputs), [images, lines, across, block_k]
     )
@@ -363,12 +396,22 @@ def _launch_blocks(
     )
 
 
-def _block_tiles(rows: int, height: int, block_n: int, turned: bool) -> tuple[int, int, int]:
-    """Return positions in a tile, warps and pipeline stages, as they were fastest on an H200."""
+def _block_tiles(rows: int, height: int, inputs: int, outputs: int, turned: bool) -> tuple[int, int, int, int, int]:
+    """Return positions, outputs and inputs of a tile, warps and pipeline stages, as they were fastest on an H200."""
+    block_n = _divisor(outputs, 128)
     if block_n <= 64:
-        return 256, 8, 3
-    few = rows < 300_000 or height >= 16
-    return (128, 4, 4) if turned and few else (128, 8, 3)
+        return 256, block_n, 64, 8, 3
+    tiles, wide = (rows // 128) * (outputs // block_n), outputs % 256 == 0
+    if not turned:
+        # Where there are not as many tiles as processors, each should at least be quick.
+        return (128, block_n, 128, 8, 3) if tiles <= 132 and inputs % 128 == 0 else (128, block_n, 64, 8, 3)
+    if tiles < 100:
+        return 64, block_n, 64, 4, 4
+    if wide and 200 < tiles < 1000:
+        return 64, 256, 64, 4, 4
+    if wide and height <= 4 and tiles >= 1000:
+        return 128, 256, 64, 8, 3
+    return (128, block_n, 64, 4, 4) if rows < 300_000 or height >= 16 else (128, block_n, 64, 8, 3)
 
 
 def _precision(x: Tensor) -> str:

@@ -96,6 +96,21 @@ class Kernels(Protocol):
     ) -> Tensor:
         """Return the gradient of `average` plus weight · x, for images x; `masked`: where x > 0. `out` takes it."""
 
+    def head_gradient(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        targets: Tensor,
+        strong_convexity: float,
+        masked: bool,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Return the gradient of every sample's loss at a head: a linear layer (K×C×classes) on the mean of an image.
+
+        The loss is the cross-entropy with one-hot `targets` plus strong_convexity / 2 · ‖x‖²; `masked`: where x > 0.
+        """
+
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and (biased) variance over samples and positions."""
 
@@ -197,6 +212,20 @@ class TorchKernels:
         total = weight * x.float() + parts.expand(k, n, side, lines, side, across, c).reshape(x.shape)
         total = (total * (x > 0) if masked else total).to(x.dtype)
         return total if out is None else out.copy_(total)
+
+    def head_gradient(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        targets: Tensor,
+        strong_convexity: float,
+        masked: bool,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        scores = torch.baddbmm(bias.unsqueeze(1), self.average(x, 1), weight).float()
+        gradient = torch.bmm((scores.softmax(dim=2) - targets).to(x.dtype), weight.transpose(1, 2))
+        return self.average_gradient(gradient, x, 1, strong_convexity, masked, out)
 
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
         variance, mean = torch.var_mean(x.float(), dim=(1, 2, 3), correction=0)

@@ -1,8 +1,8 @@
 """Local training, evaluation and measuring of a group of clients at once: tasks that differ in little but the client.
 
-A plan holds the memory of one kind of group in training and is used round after round. On a GPU its iterations are
-captured as graphs, so that each is one launch; elsewhere they are called as they are. Evaluation keeps nothing: its
-pieces are so large that their launches cost no time.
+A plan holds the memory of one kind of group in training and is used round after round. On a GPU the pieces of its
+iterations are captured as graphs, so that each is one launch; elsewhere they are called as they are. Evaluation keeps
+nothing: its pieces are so large that their launches cost no time.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -52,15 +52,6 @@ def _attack(threat: ThreatModel | None, device: torch.device) -> Attack | None:
     return None if threat is None or threat.harmless else Attack(threat, device)
 
 
-@dataclass(frozen=True)
-class _Iteration:
-    """A local iteration: the memory that says which samples, its draws, and what does it."""
-
-    positions: Tensor
-    draws: Draws
-    run: Callable[[], None]
-
-
 @dataclass
 class TrainingPlan:
     """The memory of a group in training, and an iteration for each batch size that occurs.
@@ -77,7 +68,7 @@ class TrainingPlan:
     threat: ThreatModel | None
     scaled: tuple[str, ...] = ()
     observes: bool = False
-    _iterations: dict[int, _Iteration] = field(init=False, default_factory=dict)
+    _iterations: dict[int, "_Iteration"] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         device, clients = self.backend.device, self.ladder.clients
@@ -86,8 +77,8 @@ class TrainingPlan:
         self.labels = torch.empty((clients, self.samples), dtype=torch.long, device=device)
         self.layout = Layout(self.ladder, self.backend.kernels.multiple)
         self.classes = self.ladder.longest.dense[-1].outputs
-        self._attack = _attack(self.threat, device)
-        self._rows = torch.arange(clients, device=device).unsqueeze(1)
+        self.attack = _attack(self.threat, device)
+        self.rows = torch.arange(clients, device=device).unsqueeze(1)
         self.folded = Folded(self.ladder, self.backend.kernels, self.backend.compute)
         self.training: Training | None = None
 
@@ -125,40 +116,16 @@ class TrainingPlan:
         for number, (inputs, labels) in enumerate(data):
             self.inputs[number].copy_(inputs)
             self.labels[number].copy_(labels)
-        if self._attack is not None and threat is not None:
-            self._attack.set(threat)
+        if self.attack is not None and threat is not None:
+            self.attack.set(threat)
 
     def run(self, batches: Iterator[Tensor], seeds: Sequence[int]) -> None:
         """Do one local iteration for each batch: K×N positions of the samples of every client, one seed for each."""
         for number, positions in enumerate(batches):
             size = positions.shape[1]
             if size not in self._iterations:
-                chosen, draws = positions.clone(), Draws(self.backend.device)
-                self._iterations[size] = _Iteration(chosen, draws, self.backend.capture(self._work(chosen, draws)))
-            iteration = self._iterations[size]
-            iteration.positions.copy_(positions)
-            iteration.draws.renew([key(seed, "iteration", number) for seed in seeds])
-            iteration.run()
-
-    def _work(self, chosen: Tensor, draws: Draws) -> Callable[[], None]:
-        training, folded = self.training, self.folded
-        assert training is not None
-        scaling = folded.scaling(self.backend.device)
-
-        def iteration() -> None:
-            x = self.inputs[self._rows, chosen]
-            targets = one_hot(self.labels[self._rows, chosen], self.classes)
-            if self.observes:
-                training.observe(scaling(x))
-            if self._attack is None:
-                training.step(scaling(x), targets, draws)
-                return
-            folded.fold(training.stacks)
-            mu = self.hyper.strong_convexity
-            attacked = self._attack(lambda z: folded.loss_gradient(z, targets, mu), x, folded, draws)
-            training.step(attacked, targets, draws)
-
-        return iteration
+                self._iterations[size] = _Iteration(self, size)
+            self._iterations[size].run(positions, [key(seed, "iteration", number) for seed in seeds])
 
     def results(self) -> tuple[list[dict[str, Tensor]], list[float], list[bool]]:
         """Return each client's tensors, mean loss, and whether all of its tensors are finite."""
@@ -188,8 +155,69 @@ class TrainingPlan:
         held = [self.inputs, self.labels]
         if self.training is not None:
             held += [tensor for part in self.training.held for tensor in part.values()]
-        drawn = sum(iteration.draws.nbytes for iteration in self._iterations.values())
-        return sum(tensor.nbytes for tensor in held) + drawn + self.folded.nbytes
+        iterations = sum(iteration.nbytes for iteration in self._iterations.values())
+        return sum(tensor.nbytes for tensor in held) + iterations + self.folded.nbytes
+
+
+class _Iteration:
+    """A local iteration on batches of one size, in memory of its own: the batch, what an attack makes of it, the draws.
+
+    Its three pieces are captured one by one. A step of the attack, which is most of the work, is so captured once and
+    repeated: a new plan is soon as fast as one that has been used before.
+    """
+
+    def __init__(self, plan: TrainingPlan, size: int) -> None:
+        device, (clients, _, *shape) = plan.backend.device, plan.inputs.shape
+        self._plan = plan
+        self._positions = torch.empty((clients, size), dtype=torch.long, device=device)
+        self._clean = torch.empty((clients, size, *shape), device=device)
+        self._perturbed = torch.empty_like(self._clean)
+        self._prepared = plan.folded.prepare(self._clean)
+        self._targets = torch.empty((clients, size, plan.classes), device=device)
+        self._draws = Draws(device)
+        self.pieces = [plan.backend.capture(piece) for piece in (self._begin, self._climb, self._step)]
+
+    def run(self, positions: Tensor, seeds: Sequence[int]) -> None:
+        """Take these samples of every client, with one seed for each."""
+        self._positions.copy_(positions)
+        self._draws.renew(seeds)
+        begin, climb, step = self.pieces
+        begin()
+        for _ in range(self._plan.attack.steps if self._plan.attack else 0):
+            climb()
+        step()
+
+    def _begin(self) -> None:
+        plan = self._plan
+        assert plan.training is not None
+        self._clean.copy_(plan.inputs[plan.rows, self._positions])
+        self._targets.copy_(one_hot(plan.labels[plan.rows, self._positions], plan.classes))
+        if plan.observes:
+            plan.training.observe(plan.folded.prepare(self._clean))
+        if plan.attack is None:
+            self._prepared.copy_(plan.folded.prepare(self._clean))
+            return
+        plan.folded.fold(plan.training.stacks)
+        self._perturbed.copy_(plan.attack.start(self._clean, self._draws))
+        self._prepared.copy_(plan.folded.prepare(self._perturbed))
+
+    def _climb(self) -> None:
+        plan = self._plan
+        assert plan.attack is not None
+
+        def gradient(z: Tensor) -> Tensor:
+            return plan.folded.loss_gradient(z, self._targets, plan.hyper.strong_convexity)
+
+        plan.attack.climb(gradient, self._clean, self._perturbed, self._prepared, plan.folded)
+
+    def _step(self) -> None:
+        assert self._plan.training is not None
+        self._plan.training.step(self._prepared, self._targets, self._draws)
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory it holds on to."""
+        return sum(t.nbytes for t in (self._clean, self._perturbed, self._prepared, self._targets)) + self._draws.nbytes
 
 
 @dataclass(frozen=True)

@@ -323,6 +323,58 @@ def average_gradient(
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit(do_not_specialize=["samples"])
+def head_gradient(
+    x_ptr,
+    w_ptr,
+    b_ptr,
+    t_ptr,
+    y_ptr,
+    samples,
+    positions,
+    channels,
+    classes,
+    weight,
+    MASKED: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    CLASSES: tl.constexpr,
+):
+    """One sample: its mean over positions, the scores, how wrong they are, and that taken back to all positions."""
+    client = tl.program_id(1).to(tl.int64)
+    sample = client * samples + tl.program_id(0)
+    k, p = tl.arange(0, CLASSES), tl.arange(0, BLOCK_P)
+    known = k < classes
+    w_at = w_ptr + client * channels * classes + k[None, :]
+    scores = tl.load(b_ptr + client * classes + k, mask=known, other=0.0).to(tl.float32)
+    for first in range(0, channels, BLOCK_C):
+        c = first + tl.arange(0, BLOCK_C)
+        total = tl.zeros((BLOCK_C,), dtype=tl.float32)
+        for start in range(0, positions, BLOCK_P):
+            real = (start + p < positions)[:, None] & (c < channels)[None, :]
+            at = (sample * positions + start + p)[:, None] * channels + c[None, :]
+            total += tl.sum(tl.load(x_ptr + at, mask=real, other=0.0).to(tl.float32), axis=0)
+        used = (c < channels)[:, None] & known[None, :]
+        w = tl.load(w_at + c[:, None] * classes, mask=used, other=0.0).to(tl.float32)
+        scores += tl.sum((total / positions)[:, None] * w, axis=0)
+    scores = tl.where(known, scores, float("-inf"))
+    odds = tl.exp(scores - tl.max(scores, axis=0))
+    wrong = odds / tl.sum(odds, axis=0) - tl.load(t_ptr + sample * classes + k, mask=known, other=0.0)
+    for first in range(0, channels, BLOCK_C):
+        c = first + tl.arange(0, BLOCK_C)
+        used = (c < channels)[:, None] & known[None, :]
+        w = tl.load(w_at + c[:, None] * classes, mask=used, other=0.0).to(tl.float32)
+        g = (tl.sum(w * wrong[None, :], axis=1) / positions)[None, :]
+        for start in range(0, positions, BLOCK_P):
+            real = (start + p < positions)[:, None] & (c < channels)[None, :]
+            at = (sample * positions + start + p)[:, None] * channels + c[None, :]
+            x = tl.load(x_ptr + at, mask=real, other=0.0).to(tl.float32)
+            y = g + weight * x
+            if MASKED:
+                y = tl.where(x > 0, y, 0.0)
+            tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=real)
+
+
 @triton.jit(do_not_specialize=["rows", "clients", "steps"])
 def sums(
     x_ptr,
