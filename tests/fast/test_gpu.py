@@ -112,6 +112,17 @@ def test_rare_convolutions(triton, dtype, side, stride):
     assert error(found, plain.weight_gradient(x, gradient, side, stride)) < TOLERANCE[dtype]
 
 
+def test_what_convolutions_end_with(triton, size, dtype):
+    x, mask = images(size, 48, dtype), images(size, 48, dtype, seed=1)
+    shift = draw(size[0], 48, seed=2)
+    one, two = on_gpu(dtype, x, mask)
+    expected = TorchKernels().finish(x.clone(), shift, mask)
+    out = torch.empty_like(one)
+    assert triton.finish(one, shift.to(GPU), two, out) is out
+    assert error(out, expected) < TOLERANCE[dtype]
+    assert error(triton.finish(one, shift.to(GPU)), TorchKernels().finish(x.clone(), shift)) < TOLERANCE[dtype]
+
+
 def test_weight_gradient(triton, size, dtype):
     _, _, _, inputs, outputs = size
     x, gradient = images(size, inputs, dtype), images(size, outputs, dtype, seed=4)
@@ -231,10 +242,13 @@ def test_convolutions_in_blocks(triton, side, turned):
 
 TILES = [
     # samples, side, inputs, outputs, whether turned; positions, outputs and inputs of the tile that is chosen
-    pytest.param(9, 8, 128, 256, False, (128, 128, 128), id="few"),
+    pytest.param(9, 8, 128, 256, False, (64, 64, 128), id="few"),
+    pytest.param(65, 8, 128, 256, False, (128, 128, 128), id="some"),
     pytest.param(301, 8, 64, 256, False, (128, 128, 64), id="many"),
-    pytest.param(9, 8, 64, 256, True, (64, 128, 64), id="few-turned"),
-    pytest.param(101, 8, 64, 256, True, (64, 256, 64), id="some-turned"),
+    pytest.param(9, 8, 128, 256, True, (64, 128, 128), id="few-turned"),
+    pytest.param(9, 8, 64, 256, True, (64, 128, 64), id="few-turned-with-few-inputs"),
+    pytest.param(51, 8, 64, 256, True, (64, 256, 64), id="some-turned"),
+    pytest.param(101, 8, 64, 256, True, (128, 128, 64), id="more-turned"),
     pytest.param(2001, 4, 64, 256, True, (128, 256, 64), id="many-turned"),
     pytest.param(101, 16, 64, 128, True, (128, 128, 64), id="large-turned"),
 ]

@@ -172,7 +172,7 @@ class Folded(Network):
         if self._small[number]:
             k, n, h, w, _ = x.shape
             y = torch.bmm(x.reshape(k, n, -1), weight).view(k, n, h, w, -1)
-            active = (y + shift[:, None, None, None, :]).relu_().to(self.compute)
+            active = self.kernels.finish(y, shift=shift)
         else:
             add = self._shortcut(block, before) if block.residual else None
             active = self.kernels.convolve(x, weight, shift, channels=block.inputs, add=add, stride=block.stride)
@@ -204,8 +204,7 @@ class Folded(Network):
             )
         k, n, h, w, _ = gradient.shape
         found = torch.bmm(gradient.reshape(k, n, -1), weight.transpose(1, 2)).view(k, n, h, w, -1)
-        found = found if mask is None else found.mul_(mask > 0)
-        return found if out is None else out.copy_(found)
+        return self.kernels.finish(found, mask=mask, out=out) if mask is not None or out is not None else found
 
     def _exit(self, exits: Exits, feature: Tensor) -> Exit:
         return dense_forward(exits.program.dense, *self._layers(exits), self.pooled(exits, feature))

@@ -68,6 +68,25 @@ class TritonKernels:
             _launch(x, weight, others, flags, outputs)
         return y
 
+    def finish(
+        self, y: Tensor, shift: Tensor | None = None, mask: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        result, total = y if out is None else out, y.numel()
+        assert all(tensor is None or tensor.is_contiguous() for tensor in (y, shift, mask, result))
+        code.finish[(triton.cdiv(total, BLOCK),)](
+            y,
+            y if shift is None else shift,
+            y if mask is None else mask,
+            result,
+            y.shape[1:4].numel(),
+            y.shape[-1],
+            total,
+            shift is not None,
+            mask is not None,
+            BLOCK,
+        )
+        return result
+
     def weight_gradient(self, x: Tensor, gradient: Tensor, kernel: int = 3, stride: int = 1) -> Tensor:
         if kernel != 3 or stride != 1:
             with _exact_products():
@@ -401,17 +420,26 @@ def _block_tiles(rows: int, height: int, inputs: int, outputs: int, turned: bool
     block_n = _divisor(outputs, 128)
     if block_n <= 64:
         return 256, block_n, 64, 8, 3
-    tiles, wide = (rows // 128) * (outputs // block_n), outputs % 256 == 0
-    if not turned:
-        # Where there are not as many tiles as processors, each should at least be quick.
-        return (128, block_n, 128, 8, 3) if tiles <= 132 and inputs % 128 == 0 else (128, block_n, 64, 8, 3)
-    if tiles < 100:
-        return 64, block_n, 64, 4, 4
-    if wide and 200 < tiles < 1000:
+    # Where there are fewer tiles than processors, they should be many or quick.
+    tiles, block_k = (rows // 128) * (outputs // block_n), _divisor(inputs, 128)
+    choose = _turned_tiles if turned else _forward_tiles
+    return choose(tiles, rows, height, block_k, outputs % 256 == 0)
+
+
+def _forward_tiles(tiles: int, rows: int, height: int, block_k: int, wide: bool) -> tuple[int, int, int, int, int]:
+    if tiles <= 64:
+        return 64, 64, block_k, 4, 3
+    return 128, 128, block_k if tiles <= 132 else 64, 8, 3
+
+
+def _turned_tiles(tiles: int, rows: int, height: int, block_k: int, wide: bool) -> tuple[int, int, int, int, int]:
+    if tiles <= 64:
+        return 64, 128, block_k, 4, 3
+    if wide and (tiles <= 132 or 300 < tiles < 1000):
         return 64, 256, 64, 4, 4
     if wide and height <= 4 and tiles >= 1000:
         return 128, 256, 64, 8, 3
-    return (128, block_n, 64, 4, 4) if rows < 300_000 or height >= 16 else (128, block_n, 64, 8, 3)
+    return (128, 128, 64, 4, 4) if rows < 300_000 or height >= 16 else (128, 128, 64, 8, 3)
 
 
 def _precision(x: Tensor) -> str:

@@ -76,6 +76,11 @@ class Kernels(Protocol):
         `channels` says how many of the inputs' are more than padding, where that is known.
         """
 
+    def finish(
+        self, y: Tensor, shift: Tensor | None = None, mask: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """Add, rectify and mask as `convolve` does, given what a product left, which may be overwritten."""
+
     def weight_gradient(self, x: Tensor, gradient: Tensor, kernel: int = 3, stride: int = 1) -> Tensor:
         """Return the gradient of a convolution's weight, in float32."""
 
@@ -159,11 +164,14 @@ class TorchKernels:
         else:
             convolved = _convolved_back if turned else _convolved
             stacked = _stack([convolved(images, taps, stride) for images, taps in zip(x, weight, strict=True)])
-        stacked = stacked if add is None else stacked.add_(add)
-        if shift is not None:
-            stacked = stacked.add_(_spread(shift, stacked)).relu_()
-        stacked = stacked if mask is None else stacked.mul_(mask > 0)
-        return stacked if out is None else out.copy_(stacked)
+        return self.finish(stacked if add is None else stacked.add_(add), shift, mask, out)
+
+    def finish(
+        self, y: Tensor, shift: Tensor | None = None, mask: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        y = y if shift is None else y.add_(_spread(shift, y)).relu_()
+        y = y if mask is None else y.mul_(mask > 0)
+        return y if out is None else out.copy_(y)
 
     def weight_gradient(self, x: Tensor, gradient: Tensor, kernel: int = 3, stride: int = 1) -> Tensor:
         if kernel == 1:

@@ -179,6 +179,31 @@ def convolve_blocks(
     tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), mask=inside[:, None])
 
 
+@triton.jit
+def finish(
+    x_ptr,
+    shift_ptr,
+    mask_ptr,
+    y_ptr,
+    rows,
+    channels,
+    total,
+    SHIFT: tl.constexpr,
+    MASK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """What the convolutions above end with, for those that are made as products."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < total
+    y = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if SHIFT:
+        of = (at // (rows * channels)) * channels + at % channels
+        y = tl.maximum(y + tl.load(shift_ptr + of, mask=inside, other=0.0), 0.0)
+    if MASK:
+        y = tl.where(tl.load(mask_ptr + at, mask=inside, other=0.0) > 0, y, 0.0)
+    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
 @triton.jit(do_not_specialize=["rows", "clients", "steps"])
 def weight_gradient(
     x_ptr,
