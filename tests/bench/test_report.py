@@ -172,8 +172,3 @@ def test_a_gpu_is_named_with_its_versions(found):
 )
 def test_short_numbers(value, text):
     assert report.short(value) == text
-
-
-def test_time_spans():
-    assert report.clock(59.6) == "0:01:00"
-    assert report.clock(3 * 3600 + 62) == "3:01:02"

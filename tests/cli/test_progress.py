@@ -1,12 +1,13 @@
 """How a run shows itself, with a console in memory."""
 
 import io
+import json
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from fedprophet.cli.progress import LiveDisplay, PlainLines, closing_table, duration, observer_for, percent, say
+from fedprophet.cli.progress import LiveDisplay, PlainLines, closing_table, observer_for, percent, say
 from fedprophet.runs.session import assemble
 from fedprophet.sizes import format_size
 
@@ -62,7 +63,7 @@ def test_plain_lines(session):
     assert lines[1:] == [
         "run: runs/one",
         "note: something to know",
-        "round 1  module 1/3  of stage 1/3  eps warm-up  loss –  (2.0 s, at most 0:16 left)",
+        "round 1  module 1/3  of stage 1/3  eps warm-up  loss –  (2.0 s)",
         "round 1: client 4 was dropped: its loss is nan",
         "round 2  module 1/3  of stage 2/3  eps 0.100  loss 2.250  clean 50.0 %  PGD 25.0 %"
         "  (2.0 s, at most 0:14 left)",
@@ -100,7 +101,7 @@ def test_lines_of_a_baseline(tiny, method):
         f"{method} on digits: vgg-small (whole model {whole}; every client can spare at least {budget}), "
         "2 of 6 clients a round",
         "run: runs/one",
-        f"round 2/3  eps 0.100{shown}  loss 2.250  clean 50.0 %  PGD 25.0 %  (2.0 s, at most 0:02 left)",
+        f"round 2/3  eps 0.100{shown}  loss 2.250  clean 50.0 %  PGD 25.0 %  (2.0 s)",
     ]
 
 
@@ -117,7 +118,7 @@ RESULTS = {
     "whole_model_bytes": 2000,
     "modules": [{"index": 1, "layers": ["Conv 1"], "memory_bytes": 400}],
     "memory": {"least_bytes": 300, "peak_bytes": 1000},
-    "simulated": {"computation_s": 5.0, "access_s": 60.0, "total_s": 65.0},
+    "simulated": {"computation_s": 5.0, "access_s": 120.0, "total_s": 125.0},
     "norm_layers": {"personalised": "their own", "global": "the mean"},
     "public_samples": 0,
     "rounds": 7,
@@ -159,8 +160,8 @@ def test_closing_words_of_a_baseline(memory, text):
         text,
         "Best round (3): clean 50.0 %, PGD 25.0 %.",
         "Last round (7): clean 12.5 %, PGD 0.0 %.",
-        "On the devices of the pool it would have taken 0:01:05: computation 0:00:05, "
-        "storage access 0:01:00 (simulated).",
+        "On the devices of the pool it would have taken 2.1 min: computation 5.0 s, storage access 2.0 min "
+        "(simulated).",
         "Rounds: 7, seed 1.",
         "Files: runs/one",
     ]
@@ -181,6 +182,16 @@ def test_closing_words_of_a_run_on_flower(lost, words):
     lines = console.file.getvalue().splitlines()
     start = lines.index("On the wire: 12.3 MB sent, 4.5 kB received; jFAT's training alone would have moved 67.8 MB.")
     assert lines[start + 1 :] == [*words, "Rounds: 7, seed 1.", "Files: runs/one"]
+
+
+def test_closing_words_name_the_engine():
+    console = Console(file=io.StringIO(), width=70)
+    engines = [
+        {"engine": "workers", "precision": "float32", "rounds": [1, 4]},
+        {"engine": "cuda", "precision": "bfloat16", "rounds": [5, 7]},
+    ]
+    closing_table({**RESULTS, "engines": engines}, PATH, console)
+    assert "\nEngine: workers to round 4, then cuda, bfloat16.\nRounds: 7, seed 1.\n" in console.file.getvalue()
 
 
 def test_closing_words_of_real_devices():
@@ -240,6 +251,37 @@ def test_a_resumed_run_says_where_it_goes_on(session):
     assert "; going on after round 5\nrun: runs/one\n" in console.file.getvalue()
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_first_round_says_nothing_of_the_time_left(session, terminal):
+    """It compiles kernels and fills caches, after a resume as well: nine rounds more of that length are no bound."""
+    console = Console(file=io.StringIO(), width=140, force_terminal=terminal, color_system=None)
+    observer = observer_for(console)
+    with observer:
+        observer.started(session, PATH, 1)
+        time_passes(observer)
+        observer.round_done(SECOND, 150.0)
+        time_passes(observer)
+        assert "left" not in console.file.getvalue()
+        assert terminal or console.file.getvalue().endswith("PGD 25.0 %  (2.5 min)\n")
+        observer.round_done(SECOND | {"round": 3, "stage_round": 3}, 2.0)
+        time_passes(observer)
+    assert "at most 0:12 left" in console.file.getvalue(), "six rounds of two seconds"
+
+
+def test_a_resumed_run_begins_where_its_bar_ended(session, tmp_path):
+    """The first stage converged after two of its three rounds, so that round 3 is the fourth of nine on the bar."""
+    lines = [FIRST, SECOND | {"fixed": {}}, {key: value for key, value in THIRD.items() if key != "fixed"}]
+    lines.append(SECOND | {"round": 4, "module": 2, "stage_round": 2})  # behind the checkpoint: it is played again
+    (tmp_path / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    places = []
+    for played in range(5):
+        observer = LiveDisplay(Console(file=io.StringIO(), force_terminal=True))
+        observer.started(session, tmp_path, played)
+        (bar,) = observer._bar.tasks
+        places.append((bar.completed, bar.total))
+    assert places == [(0, 9), (1, 9), (3, 9), (4, 9), (5, 9)]
+
+
 def test_accuracies_stay_until_the_next_evaluation(session):
     console = Console(file=io.StringIO(), width=140, force_terminal=True, color_system=None)
     observer = observer_for(console)
@@ -249,12 +291,6 @@ def test_accuracies_stay_until_the_next_evaluation(session):
         observer.round_done(SECOND, 1.0)
         observer.round_done(unseen, 1.0)
     assert "loss 2.250   clean 50.0 %   PGD 25.0 %" in console.file.getvalue().split("round 3")[-1]
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (65, "1:05"), (7420, "2:03:40")])
-def test_duration(seconds, text):
-    assert duration(seconds) == text
-    assert duration(seconds, with_hours=True) == (text if seconds > 3600 else f"0:{text:0>5}")
 
 
 def test_percent():

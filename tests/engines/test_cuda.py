@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fedprophet.client.task import Resources
 from fedprophet.engines import cuda
 from fedprophet.engines.cuda import cuda_backend
 from fedprophet.errors import ConfigError
@@ -58,15 +57,10 @@ def play(session, rounds: int):
     return state, records
 
 
-def close(found, expected, tolerance=1e-4, noise=1e-6) -> bool:
-    """Whether two tensors are equal to 1e-4 relative. A convolution's bias before a batch norm is nothing but noise."""
-    return float((found.cpu() - expected.cpu()).norm()) <= tolerance * float(expected.norm()) + noise
-
-
 @needs_gpu
 @pytest.mark.parametrize("model", ["vgg-small", "resnet10"])
 @pytest.mark.parametrize("method", ["jfat", "fedprophet", "heterofl", "feddrop", "fedrolex"])
-def test_rounds_without_an_attack_equal_the_plain_engines(sessions, method, model):
+def test_rounds_without_an_attack_equal_the_plain_engines(sessions, method, model, close):
     changes = {"method": method, "model.name": model, "memory.budget": "50%"}
     # In a narrow network a ReLU that rounding switches on or off is seen by everything behind it: one step is compared.
     changes |= {} if method in ("jfat", "fedprophet") else {"train.iterations": 1}
@@ -79,9 +73,9 @@ def test_rounds_without_an_attack_equal_the_plain_engines(sessions, method, mode
 
 
 @needs_gpu
-def test_batches_of_two_sizes(sessions):
+def test_batches_of_two_sizes(sessions, joint, close):
     plain, fast = sessions({"method": "jfat", "train.batch": 80, "train.iterations": 7})
-    tasks = [replace(task, threat=None, wants_local=True) for task in joint(plain, range(6))]
+    tasks = [replace(task, threat=None, wants_local=True) for task in joint(plain, 2, range(6))]
     expected, found = ({u.client: u for u in session.engine.map(tasks)} for session in (plain, fast))
     for client, update in expected.items():
         assert found[client].metrics["loss"] == pytest.approx(update.metrics["loss"], rel=1e-5)
@@ -92,22 +86,8 @@ def test_batches_of_two_sizes(sessions):
             assert close(mine.float(), value.float()), name
 
 
-def joint(session, clients, round=2):
-    """Return the training tasks of jFAT in a round."""
-    state = replace(session.method.initial(), round=round)
-    return [session.method.train_task(state, client) for client in clients]
-
-
-def parts(session, widths, round):
-    """Return training tasks of sub-networks of the given fractions."""
-    state = replace(session.method.initial(), round=round)
-    memory = session.world.cost.total_memory
-    available = {client: Resources(int(r * memory) + 1, 1e9, 1e9) for client, r in enumerate(widths)}
-    return [replace(task, wants_local=True) for task in session.method.assign(state, available, {})]
-
-
 @needs_gpu
-def test_sub_networks_of_any_width(sessions):
+def test_sub_networks_of_any_width(sessions, partial_tasks, close):
     """Wide enough that narrow clients are run at widths of their own; six rounds, so that graphs are used again."""
     changes = {
         "model.options": {"width": 48},
@@ -117,7 +97,7 @@ def test_sub_networks_of_any_width(sessions):
     }
     plain, fast = sessions({"method": "feddrop", **changes})
     for number, widths in enumerate([(0.25, 1.0, 0.2, 0.5), (1.0, 0.2, 0.3, 0.4)] * 3, start=1):
-        tasks = [replace(task, threat=None) for task in parts(plain, widths, number)]
+        tasks = [replace(task, threat=None) for task in partial_tasks(plain, widths, number, wants_local=True)]
         expected, found = ({u.client: u for u in session.engine.map(tasks)} for session in (plain, fast))
         for client, update in expected.items():
             assert found[client].metrics["loss"] == pytest.approx(update.metrics["loss"], rel=1e-4)
@@ -128,12 +108,12 @@ def test_sub_networks_of_any_width(sessions):
 
 
 @needs_gpu
-def test_sub_networks_leave_no_trace_in_a_plan(sessions, same_tensors):
+def test_sub_networks_leave_no_trace_in_a_plan(sessions, same_tensors, partial_tasks):
     changes = {"method": "heterofl", "train.warmup": 0, "shards.kind": "iid", "population.clients": 10}
     (_, used), (_, fresh) = sessions(changes), sessions(changes)
-    list(used.engine.map(parts(used, (1.0, 0.9, 0.8, 0.9), 1)))
-    list(used.engine.map(parts(used, (0.9, 0.5, 1.0, 0.3), 2)))
-    tasks = parts(used, (0.3, 0.9, 0.5, 1.0), 1)
+    list(used.engine.map(partial_tasks(used, (1.0, 0.9, 0.8, 0.9), 1, wants_local=True)))
+    list(used.engine.map(partial_tasks(used, (0.9, 0.5, 1.0, 0.3), 2, wants_local=True)))
+    tasks = partial_tasks(used, (0.3, 0.9, 0.5, 1.0), 1, wants_local=True)
     found = {update.client: update for update in used.engine.map(tasks)}
     for update in fresh.engine.map(tasks):
         assert same_tensors(update.parameters, found[update.client].parameters)
@@ -141,11 +121,11 @@ def test_sub_networks_leave_no_trace_in_a_plan(sessions, same_tensors):
 
 
 @needs_gpu
-def test_rounds_leave_no_trace_in_a_plan(sessions, tiny, same_tensors):
+def test_rounds_leave_no_trace_in_a_plan(sessions, tiny, same_tensors, joint):
     """Two rounds on one engine, and each of them on a fresh one: the same bytes."""
     _, used = sessions({"method": "jfat", "train.warmup": 0})
-    tasks = joint(used, range(4))
-    other = [replace(t, round=3, training=replace(t.training, learning_rate=0.3)) for t in joint(used, (2, 3, 4, 5))]
+    tasks = joint(used, 2, range(4))
+    other = [replace(t, round=3, training=replace(t.training, learning_rate=0.3)) for t in joint(used, 2, (2, 3, 4, 5))]
     list(used.engine.map(other))
     found = {update.client: update for update in used.engine.map(tasks)}
     _, fresh = sessions({"method": "jfat", "train.warmup": 0})
@@ -155,9 +135,9 @@ def test_rounds_leave_no_trace_in_a_plan(sessions, tiny, same_tensors):
 
 
 @needs_gpu
-def test_a_client_that_diverges_leaves_the_others_alone(sessions):
+def test_a_client_that_diverges_leaves_the_others_alone(sessions, joint):
     _, session = sessions({"method": "jfat"})
-    tasks = joint(session, (0, 1, 2))
+    tasks = joint(session, 2, (0, 1, 2))
     usual = {update.client: update for update in session.engine.map(tasks)}
     broken = {**tasks[1].parameters, "features.3.weight": tasks[1].parameters["features.3.weight"] * math.nan}
     spoilt = [tasks[0], replace(tasks[1], parameters=broken), tasks[2]]
@@ -191,9 +171,9 @@ def test_bf16_learns(sessions):
 
 
 @needs_gpu
-def test_two_sets_of_statistics(sessions):
+def test_two_sets_of_statistics(sessions, joint, close):
     plain, fast = sessions({"method": "fedrbn"})
-    tasks = [replace(t, threat=None, adversarial_statistics=True, wants_local=True) for t in joint(plain, range(4))]
+    tasks = [replace(t, threat=None, adversarial_statistics=True, wants_local=True) for t in joint(plain, 2, range(4))]
     expected, found = ({u.client: u for u in session.engine.map(tasks)} for session in (plain, fast))
     for client, update in expected.items():
         assert set(found[client].local) == set(update.local)

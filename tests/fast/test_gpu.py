@@ -10,7 +10,7 @@ from fedprophet.attacks.pgd import pgd
 from fedprophet.client.task import LocalTraining
 from fedprophet.fast.draws import Draws
 from fedprophet.fast.folded import Folded
-from fedprophet.fast.kernels import Ball, Scaling, TorchKernels
+from fedprophet.fast.kernels import Ball, Norm, Scaling, Statistics, TorchKernels
 from fedprophet.fast.rounds import Backend, TrainingPlan, uncaptured
 from fedprophet.fast.training import Training
 from fedprophet.randomness import generator
@@ -116,11 +116,11 @@ def test_what_convolutions_end_with(triton, size, dtype):
     x, mask = images(size, 48, dtype), images(size, 48, dtype, seed=1)
     shift = draw(size[0], 48, seed=2)
     one, two = on_gpu(dtype, x, mask)
-    expected = TorchKernels().finish(x.clone(), shift, mask)
+    rectified, masked = (TorchKernels().finish(x.clone(), shift, each) for each in (None, mask))
     out = torch.empty_like(one)
     assert triton.finish(one, shift.to(GPU), two, out) is out
-    assert error(out, expected) < TOLERANCE[dtype]
-    assert error(triton.finish(one, shift.to(GPU)), TorchKernels().finish(x.clone(), shift)) < TOLERANCE[dtype]
+    assert error(out, masked) < TOLERANCE[dtype]
+    assert error(triton.finish(one, shift.to(GPU)), rectified) < TOLERANCE[dtype]
 
 
 def test_weight_gradient(triton, size, dtype):
@@ -186,17 +186,101 @@ def test_norms(triton, size, dtype):
     a, b, c = (draw(clients, channels, seed=seed) for seed in (10, 11, 12))
     plain, tensors = TorchKernels(), on_gpu(dtype, gradient, active, x)
     numbers = [values.to(GPU) for values in (a, b, c)]
-    # Moments and sums are float32 whatever they are of.
-    for found, expected in zip(triton.moments(tensors[2]), plain.moments(x), strict=True):
-        assert error(found, expected) < 1e-5
-    for found, expected in zip(triton.norm_sums(*tensors), plain.norm_sums(gradient, active, x), strict=True):
-        assert error(found, expected) < 1e-4
     for add, relu in ((None, True), (gradient, True), (None, False)):
         extra = None if add is None else tensors[0]
         found = triton.scale_shift(tensors[2], numbers[1], numbers[2], extra, relu)
         assert error(found, plain.scale_shift(x, b, c, add, relu)) < TOLERANCE[dtype]
     found = triton.norm_gradient(*tensors, *numbers)
     assert error(found, plain.norm_gradient(gradient, active, x, a, b, c)) < TOLERANCE[dtype]
+
+
+def norm_layer(clients: int, channels: int, biased: bool, device: str) -> Norm:
+    weight, bias, before, mean = (draw(clients, channels, seed=seed).to(device) for seed in (14, 15, 16, 17))
+    variance = draw(clients, channels, seed=18).exp().to(device)
+    return Norm(weight, bias, before if biased else None, mean, variance, 1e-3, 0.3)
+
+
+# One part of the rows, several, as many as there may be; channels that fill no block.
+BATCHES = [(1, 5, 4, 4, 16), (3, 2, 8, 8, 48), (2, 5, 11, 9, 100), (2, 3, 56, 56, 5), (2, 3, 2, 2, 33)]
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("shape", BATCHES, ids=str)
+def test_statistics_and_slopes_of_a_norm_layer(triton, dtype, shape, biased):
+    clients, channels = shape[0], shape[-1]
+    x, gradient, active = (draw(*shape, seed=seed, dtype=dtype) for seed in (7, 8, 9))
+    x = (2 * x + 1).to(dtype).float()
+    norm, expected = (norm_layer(clients, channels, biased, device) for device in (GPU, CPU))
+    on_device = on_gpu(dtype, gradient, active, x)
+    found, statistics = triton.norm_statistics(on_device[2], norm), TorchKernels().norm_statistics(x, expected)
+    # Statistics and sums are float32 whatever they are of.
+    for one, other in zip(vars(found).values(), vars(statistics).values(), strict=True):
+        assert one.is_contiguous()
+        assert error(one, other) < 1e-5
+    assert error(norm.running_mean, expected.running_mean) < 1e-5
+    assert error(norm.running_var, expected.running_var) < 1e-5
+    untouched = norm_layer(clients, channels, biased, GPU)
+    assert torch.equal(norm.weight, untouched.weight)
+    assert torch.equal(norm.bias, untouched.bias)
+    given = Statistics(*(value.to(GPU) for value in vars(statistics).values()))
+    slopes = triton.norm_slopes(*on_device, given)
+    wanted = TorchKernels().norm_slopes(gradient, active, x, statistics)
+    for one, other in zip(vars(slopes).values(), vars(wanted).values(), strict=True):
+        assert one.is_contiguous()
+        assert error(one, other) < 1e-4
+
+
+def test_no_variance_is_below_zero(triton):
+    """The mean of squares less the square of the mean is rounded; equal numbers have a variance of nearly nothing."""
+    x, norm = torch.full((1, 3, 8, 8, 16), 1000.1, device=GPU), norm_layer(1, 16, False, GPU)
+    found = triton.norm_statistics(x, norm)
+    assert bool(torch.isfinite(found.inverse).all())
+    assert float(found.inverse.max()) <= 1.001 * norm.epsilon**-0.5
+
+
+def test_statistics_of_numbers_far_from_zero(triton):
+    x = draw(2, 8, 4, 4, 3) + 1000
+    found = triton.norm_statistics(x.to(GPU), norm_layer(2, 3, True, GPU))
+    deviations = x.double().flatten(1, 3).std(dim=1, correction=0)
+    torch.testing.assert_close(1 / found.inverse.double().cpu(), (deviations**2 + 1e-3).sqrt(), rtol=1e-5, atol=0)
+
+
+def test_statistics_of_what_is_no_number_are_none(triton):
+    x, norm = draw(2, 3, 8, 8, 16).to(GPU), norm_layer(2, 16, True, GPU)
+    x[0, 1, 2, 3] = float("nan")
+    found = triton.norm_statistics(x, norm)
+    for values in (*vars(found).values(), norm.running_mean, norm.running_var):
+        assert bool(values[0].isnan().all())
+        assert bool(values[1].isfinite().all())
+
+
+@pytest.mark.parametrize(("biased", "add"), [(True, True), (True, False), (False, False)])
+@pytest.mark.parametrize("shape", [(1, 9, 16, 16), (3, 9, 5, 100), (2, 1, 70, 48)], ids=str)
+def test_folding_a_norm_layer(triton, dtype, shape, biased, add):
+    clients, channels = shape[0], shape[-1]
+    weight, shift = draw(*shape, seed=1), draw(clients, channels, seed=2)
+    results = []
+    for kernels, device in ((TorchKernels(), CPU), (triton, GPU)):
+        norm, there = norm_layer(clients, channels, biased, device), shift.clone().to(device)
+        out = torch.empty(shape, dtype=dtype, device=device)
+        kernels.fold(weight.to(device), norm, out, there, add)
+        results.append((out.cpu(), there.cpu()))
+    (expected, added), (found, there) = results
+    assert error(found, expected.float()) < TOLERANCE[dtype]
+    assert error(there, added) < 1e-5
+    assert error(there, shift) > 0.1
+
+
+def test_folding_what_clients_share(triton):
+    weight = draw(1, 9, 16, 32).to(GPU)
+    norm = norm_layer(1, 32, True, GPU)
+    shared = Norm(*(v.expand(3, -1) if isinstance(v, Tensor) else v for v in vars(norm).values()))
+    out, shift = torch.empty(3, 9, 16, 32, device=GPU), torch.empty(3, 32, device=GPU)
+    triton.fold(weight.expand(3, -1, -1, -1), shared, out, shift, False)
+    one, alone = torch.empty_like(weight), torch.empty(1, 32, device=GPU)
+    triton.fold(weight, norm, one, alone, False)
+    torch.testing.assert_close(out, one.expand_as(out))
+    torch.testing.assert_close(shift, alone.expand_as(shift))
 
 
 @pytest.mark.parametrize(("channels", "spread"), [(3, False), (3, True), (40, False)])

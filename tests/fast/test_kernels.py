@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fedprophet.fast.kernels import TorchKernels, gathered
+from fedprophet.fast.kernels import Norm, Statistics, TorchKernels, gathered
 
 KERNELS = TorchKernels()
 
@@ -23,6 +23,11 @@ def filters(taps: torch.Tensor, side: int = 3) -> torch.Tensor:
 
 def plain(images: torch.Tensor) -> torch.Tensor:
     return images.permute(0, 3, 1, 2)
+
+
+def plain_rows(images: torch.Tensor) -> torch.Tensor:
+    """Return each client's positions one below the other."""
+    return images.flatten(1, 3)
 
 
 @pytest.fixture
@@ -197,20 +202,69 @@ def test_the_gradient_at_a_head(masked):
         torch.testing.assert_close(found[client], expected)
 
 
-def test_moments(x):
-    x = 3 * x + 2
-    mean, variance = KERNELS.moments(x)
-    for client in range(2):
-        rows = x[client].reshape(-1, 5).double()
-        torch.testing.assert_close(mean[client].double(), rows.mean(dim=0), rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(variance[client].double(), rows.var(dim=0, correction=0), rtol=1e-5, atol=1e-6)
+def norm_layer(clients: int, channels: int, biased: bool = True) -> Norm:
+    """Return norm layers with running statistics of their own, behind convolutions with or without a bias."""
+    weight, bias, before, mean = (draw(clients, channels, seed=seed) for seed in (14, 15, 16, 17))
+    variance = draw(clients, channels, seed=18).exp()
+    return Norm(weight, bias, before if biased else None, mean, variance, 1e-3, 0.3)
 
 
-def test_moments_of_numbers_far_from_zero():
-    x = draw(1, 8, 4, 4, 3) + 1000
-    _, variance = KERNELS.moments(x)
+def test_statistics_by_hand():
+    """1, 3 and 5 have the mean 3, the variance 8/3, and 4 where they are a sample of more."""
+    x = torch.tensor([1.0, 3.0, 5.0]).view(1, 3, 1, 1, 1)
+    one = torch.ones(1, 1)
+    norm = Norm(2 * one, 7 * one, 10 * one, 4 * one, 8 * one, 0.0, 0.25)
+    found = KERNELS.norm_statistics(x, norm)
+    inverse = (3 / 8) ** 0.5
+    assert float(found.mean) == pytest.approx(3)
+    assert float(found.inverse) == pytest.approx(inverse)
+    assert float(found.scale) == pytest.approx(2 * inverse)
+    assert float(found.shift) == pytest.approx(7 - 6 * inverse)
+    assert float(norm.running_mean) == pytest.approx(4 + (13 - 4) / 4)
+    assert float(norm.running_var) == pytest.approx(8 + (4 - 8) / 4)
+
+
+@pytest.mark.parametrize("biased", [True, False])
+def test_statistics_are_those_of_a_batch_norm(x, biased):
+    x, norm = 3 * x + 2, norm_layer(2, 5, biased)
+    expected = norm_layer(2, 5, biased)  # torch changes the statistics of this one
+    found = KERNELS.norm_statistics(x, norm)
+    for k in range(2):
+        rows = x[k].reshape(-1, 5).double()
+        torch.testing.assert_close(found.mean[k].double(), rows.mean(dim=0), rtol=1e-5, atol=1e-6)
+        variance = found.inverse[k].double() ** -2 - norm.epsilon
+        torch.testing.assert_close(variance, rows.var(dim=0, correction=0), rtol=1e-5, atol=1e-6)
+        read = rows if expected.before is None else rows + expected.before[k]
+        mean, var = expected.running_mean[k].double(), expected.running_var[k].double()
+        weight, bias = expected.weight[k].double(), expected.bias[k].double()
+        normed = F.batch_norm(read, mean, var, weight, bias, True, norm.momentum, norm.epsilon)
+        torch.testing.assert_close(rows * found.scale[k] + found.shift[k], normed, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(norm.running_mean[k].double(), mean, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(norm.running_var[k].double(), var, rtol=1e-5, atol=1e-6)
+
+
+def test_statistics_of_numbers_far_from_zero():
+    x, norm = draw(1, 8, 4, 4, 3) + 1000, norm_layer(1, 3)
+    found = KERNELS.norm_statistics(x, norm)
     expected = x.double().view(-1, 3).var(dim=0, correction=0)
-    torch.testing.assert_close(variance[0].double(), expected, rtol=1e-4, atol=0)
+    torch.testing.assert_close(found.inverse[0].double() ** -2 - norm.epsilon, expected, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("biased", [True, False])
+def test_a_folded_norm_layer_is_a_batch_norm_in_evaluation_mode(x, weight, biased):
+    norm, out, shift = norm_layer(2, 7, biased), torch.empty_like(weight), draw(2, 7, seed=19)
+    there = shift.clone()
+    KERNELS.fold(weight, norm, out, shift, add=True)
+    once = torch.empty_like(shift)
+    KERNELS.fold(weight, norm, out, once, add=False)
+    torch.testing.assert_close(shift, there + once)
+    for k in range(2):
+        before = None if norm.before is None else norm.before[k]
+        convolved = F.conv2d(plain(x[k]), filters(weight[k]), before, padding=1)
+        values = (value[k] for value in (norm.running_mean, norm.running_var, norm.weight, norm.bias))
+        expected = F.batch_norm(convolved, *values, eps=norm.epsilon)
+        found = F.conv2d(plain(x[k]), filters(out[k]), once[k], padding=1)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_scale_shift(x):
@@ -224,16 +278,42 @@ def test_scale_shift(x):
         torch.testing.assert_close(both[client], (expected + add[client]).relu())
 
 
-def test_sums_and_gradient_of_a_norm(x):
+def test_the_gradient_of_a_norm_layer_is_put_together(x):
     gradient, active = draw(2, 3, 4, 6, 5, seed=9), draw(2, 3, 4, 6, 5, seed=10)
     a, b, c = (draw(2, 5, seed=seed) for seed in (11, 12, 13))
-    total, product = KERNELS.norm_sums(gradient, active, x)
     found = KERNELS.norm_gradient(gradient, active, x, a, b, c)
     for client in range(2):
         g = torch.where(active[client] > 0, gradient[client], torch.zeros(()))
-        torch.testing.assert_close(total[client], g.sum(dim=(0, 1, 2)), rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(product[client], (g * x[client]).sum(dim=(0, 1, 2)), rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(found[client], a[client] * g + b[client] * x[client] + c[client])
+
+
+def test_slopes_by_hand():
+    """x̂ is −1, 1 and 0; the last gradient is not let through, so that Σ g = 3 and Σ g · x̂ = 1."""
+    x, gradient, active = (
+        torch.tensor(values).view(1, 3, 1, 1, 1) for values in ([3.0, 7.0, 5.0], [1.0, 2.0, 9.0], [4.0, 0.5, 0.0])
+    )
+    mean, inverse, scale, unused = (torch.tensor([[value]]) for value in (5.0, 0.5, 6.0, float("nan")))
+    found = KERNELS.norm_slopes(gradient, active, x, Statistics(mean, inverse, scale, unused))
+    assert float(found.bias) == pytest.approx(3)
+    assert float(found.weight) == pytest.approx(1)
+    assert float(found.b) == pytest.approx(-6 * 0.5 / 3)
+    # At the mean nothing is left of x̂: scale · (g − Σ g / 3).
+    assert float(found.b * mean + found.c) == pytest.approx(-6)
+
+
+def test_the_way_back_through_a_norm_layer_is_autograds(x):
+    x, norm = 3 * x + 2, norm_layer(2, 5)
+    gradient = draw(2, 3, 4, 6, 5, seed=9)
+    statistics = KERNELS.norm_statistics(x, norm)
+    active = KERNELS.scale_shift(x, statistics.scale, statistics.shift)
+    slopes = KERNELS.norm_slopes(gradient, active, x, statistics)
+    found = KERNELS.norm_gradient(gradient, active, x, statistics.scale, slopes.b, slopes.c)
+    for k in range(2):
+        inputs = [value[k].double().requires_grad_() for value in (plain_rows(x), norm.weight, norm.bias)]
+        normed = F.batch_norm(inputs[0], None, None, *inputs[1:], training=True, eps=norm.epsilon)
+        expected = torch.autograd.grad(normed.relu(), inputs, plain_rows(gradient)[k].double())
+        for one, other in zip((plain_rows(found)[k], slopes.weight[k], slopes.bias[k]), expected, strict=True):
+            torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
 
 
 def test_bf16_goes_in_and_out_and_sums_stay_float32():
@@ -243,5 +323,7 @@ def test_bf16_goes_in_and_out_and_sums_stay_float32():
     assert KERNELS.convolve(x, weight, ones).dtype == torch.bfloat16
     assert KERNELS.scale_shift(x, ones, ones).dtype == torch.bfloat16
     assert KERNELS.norm_gradient(gradient, x, x, ones, ones, ones).dtype == torch.bfloat16
-    assert {t.dtype for t in (*KERNELS.moments(x), *KERNELS.norm_sums(gradient, x, x))} == {torch.float32}
+    statistics = KERNELS.norm_statistics(x, norm_layer(2, 8))
+    slopes = KERNELS.norm_slopes(gradient, x, x, statistics)
+    assert {value.dtype for found in (statistics, slopes) for value in vars(found).values()} == {torch.float32}
     assert KERNELS.weight_gradient(x, gradient).dtype == torch.float32

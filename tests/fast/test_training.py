@@ -58,6 +58,23 @@ def errors(case, before, found) -> tuple[float, float]:
     return to_value, to_move
 
 
+def test_observing_a_batch_moves_the_second_statistics_alone(case, kernels):
+    """They go where a step on the same batch takes the first."""
+    observing, stepping = (
+        Training(case.ladder, kernels, torch.float32, case.stacks(kernels.multiple), HYPER) for _ in range(2)
+    )
+    before = case.stacks(kernels.multiple)
+    observing.observed = {name: before[name].clone() for name in observing.layout.statistics()}
+    z = observing.prepare(case.stacked)
+    observing.observe(z)
+    stepping.step(z, case.targets, Draws(CPU))
+    for name, stack in observing.stacks.items():
+        assert torch.equal(stack, before[name]), name
+    for name, values in observing.observed.items():
+        assert not torch.equal(values, before[name]), name
+        assert torch.equal(values, stepping.stacks[name]), name
+
+
 @pytest.mark.parametrize(
     "changes",
     [

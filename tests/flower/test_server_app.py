@@ -137,6 +137,8 @@ def test_files_say_that_the_clients_are_elsewhere(pilot, config, tmp_path):
     identity = json.loads(files.flower.read_bytes())
     assert identity["deployed"] is True
     assert len(identity["run"]) == 32
+    noted = [json.loads(line) for line in files.timings.read_text().splitlines()]
+    assert {line["engine"] for line in noted} == {"flower"}, "the server's own work is not the run"
     with pytest.raises(CheckpointError, match=r"on other machines.*resume=true"):
         reopen(path)
 

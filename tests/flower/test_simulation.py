@@ -131,7 +131,8 @@ def test_same_bytes_as_the_plain_engine(family, grid, tiny, tmp_path):
     assert all(record["faults"] == {} for record in records)
     assert all(min(record["wire"].values()) > 0 for record in records)
     results, plain = (json.loads((tmp_path / name / "results.json").read_bytes()) for name in (simulated, "plain run"))
-    assert without(results, ("wire", "faults", "closing")) == plain
+    assert results["engines"] == [{**plain["engines"][0], "engine": "flower-sim"}]
+    assert without(results, ("wire", "faults", "closing", "engines")) == without(plain, ("engines",))
 
 
 def test_second_simulation_in_a_process_is_refused(grid, tmp_path):

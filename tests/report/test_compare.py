@@ -1,5 +1,6 @@
 """Which runs share a row and which rows a table; means, deviations and speed-ups by hand; and what is said beside."""
 
+import json
 import math
 
 import pytest
@@ -103,6 +104,26 @@ def test_runs_on_different_engines_share_a_row_and_a_note_names_them(write_run):
     assert not any("by different engines" in note for note in setting_notes(only(compare(paths[:1] + paths[3:4]))))
 
 
+def test_the_engine_that_is_recorded_counts(write_run):
+    paths = [write_run(name, "jfat", "engine=auto", f"seed={seed}") for seed, name in enumerate("ab")]
+    for path, engines in zip(paths, (("workers", "workers"), ("workers", "cuda")), strict=True):
+        lines = [{"round": n, "engine": engine, "precision": "bfloat16"} for n, engine in enumerate(engines, start=1)]
+        (path / "timings.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    comparison = compare(paths)
+    assert said(only(comparison), "different engines") == (
+        "Runs were carried out by different engines: engine workers for jFAT seed 0; engine workers to round 1, then "
+        "cuda, bfloat16 for the others."
+    )
+    assert not any("by different engines" in note for note in setting_notes(only(compare(paths[:1]))))
+    assert said(only(compare(paths[1:])), "different engines", "then cuda, bfloat16 for all rows")
+    first, second = document(comparison)["settings"][0]["rows"][0]["runs"]
+    assert (first["engine"], second["engine"]) == ("workers", "workers, cuda")
+    assert second["engines"] == [
+        {"engine": "workers", "precision": "bfloat16", "rounds": [1, 1]},
+        {"engine": "cuda", "precision": "bfloat16", "rounds": [2, 2]},
+    ]
+
+
 def test_what_may_change_a_result_on_flower_makes_a_row_of_its_own(write_run):
     paths = [
         write_run("a"),
@@ -155,7 +176,7 @@ def test_real_devices_are_a_setting_of_their_own(write_run):
     assert "fedprophet train" not in notes, "a deployed run goes on with Flower"
     assert "AA is not measured for jFAT, FedProphet." in notes
     assert "No speed-up for" not in notes
-    assert "Rows differ in fleet" not in notes
+    assert "configuration key fleet" not in notes
     assert "is not finished: 2 rounds so far; memory is that so far. Go on with: flwr run" in notes
     assert not any("Flower, real devices" in note for note in setting_notes(simulated))
     engines = [run["engine"] for row in document(comparison)["settings"][1]["rows"] for run in row["runs"]]
@@ -184,7 +205,7 @@ def test_faults_are_named(write_run):
 def test_keys_in_which_methods_differ_are_named(write_run):
     setting = only(compare([write_run("a", "jfat", "rounds=84"), write_run("b", "fedprophet", "rounds=21")]))
     assert labels(setting) == ["jFAT", "FedProphet"]
-    assert said(setting, "Rows differ in rounds") == "Rows differ in rounds: 84 for jFAT; 21 for the others."
+    assert said(setting, "rounds") == "Rows differ in the configuration key rounds: 84 for jFAT; 21 for the others."
     assert not [note for note in setting_notes(setting) if "train.batch" in note]
 
 

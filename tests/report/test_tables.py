@@ -6,10 +6,10 @@ import json
 
 import pytest
 
+from fedprophet.durations import Unit
 from fedprophet.report.compare import Row, Speedup, Statistic, compare
 from fedprophet.report.notes import reading
 from fedprophet.report.tables import (
-    Unit,
     csv_text,
     document,
     markdown,
@@ -34,7 +34,11 @@ def test_numbers_for_people():
     assert percent_text(Statistic(0.79749, 0.00449, 3)) == "79.7 ± 0.4"
     assert time_text(Statistic(220_000, None, 1), HOUR) == "61.1 h"
     assert time_text(Statistic(220_000, 3600, 2), HOUR) == "61.1 ± 1.0 h"
-    assert time_text(Statistic(36, None, 1), HOUR) == "0.01 h"
+    assert time_text(Statistic(360, None, 1), HOUR) == "0.1 h"
+    assert time_text(Statistic(216, None, 1), HOUR) == "3.6 min", "0.06 h is for nobody"
+    assert time_text(Statistic(36, None, 1), HOUR) == "36.0 s"
+    assert time_text(Statistic(3.48, 0.1, 2), Unit("min", 60)) == "3.5 s"
+    assert time_text(Statistic(0.0432, None, 1), Unit("s", 1)) == "0.043 s"
     assert time_text(Statistic(0, None, 1), HOUR) == "0.0 h"
     assert [memory_text(size) for size in (301_663_096, 55_790_456, 2_190_000, 97_424)] == [
         "301.7 MB",

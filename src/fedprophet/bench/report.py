@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from fedprophet.bench import count
 from fedprophet.bench.rounds import CUDA, EVALUATION, PARTS, PLAIN_SIDES, TRAINING, WARMUP, Measured, Sample, Settings
+from fedprophet.durations import clock
 from fedprophet.engines import cores
 from fedprophet.runs.config import Config
 from fedprophet.sizes import format_size
@@ -287,7 +288,12 @@ def _mean_text(row: Document | None) -> str:
 def _projection_line(row: Document) -> tuple[str, ...]:
     parts = row["seconds_by_part"]
     spans = (parts[TRAINING] + parts[WARMUP], parts[EVALUATION], parts["server"], row["seconds"])
-    return row["method"], row["engine"], f"{row['stages']} × {row['rounds_per_stage']}", *map(clock, spans)
+    return (
+        row["method"],
+        row["engine"],
+        f"{row['stages']} × {row['rounds_per_stage']}",
+        *(clock(span, with_hours=True) for span in spans),
+    )
 
 
 _TWO_PLAIN = (
@@ -332,12 +338,6 @@ class Unit(NamedTuple):
 def unit_of(product: float) -> Unit:
     """Return the unit that suits a machine: the one in which its matrix products have a digit before the point."""
     return Unit("TFLOP/s", 1e12) if product >= 1e12 else Unit("GFLOP/s", 1e9)
-
-
-def clock(seconds: float) -> str:
-    """Return a time span as `2:03:40`."""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
 def markdown(title: str, lines: Sequence[str], shown: Sequence[TextTable], remarks: Sequence[str]) -> str:

@@ -66,32 +66,26 @@ def bench_command(
 
       fedprophet bench --growth
     """
-    if quick and preset is not None:
-        raise ConfigError(f"--quick is {SMALL}: leave --preset out, or --quick")
+    of_training = {"--only": only != ALL, "--stages": stages, "--engine": engine, "--no-plain": not plain}
+    _check_options(quick and preset is not None, growth_, {**of_training, "--real-data": real_data}, sizes)
     overrides = tuple(settings or ())
     if growth_:
-        unfit = {"--only": only != ALL, "--stages": stages, "--engine": engine, "--no-plain": not plain}
-        _check_growth({**unfit, "--real-data": real_data})
-        populations = _numbers("--sizes", sizes)
+        chosen = _growth_settings(preset, overrides, _numbers("--sizes", sizes), repeat, quick)
         _open(out)
-        found, page = _growth(preset, overrides, populations, repeat, quick)
-        _show(found, page, out, "growth", json_)
+        _show(*_growth(chosen), out, "growth", json_)
         return
-    if sizes is not None:
-        raise ConfigError("--sizes is for --growth")
     wanted = rounds.Settings(
         preset or (SMALL if quick else PRESET),
         overrides,
         _methods(only),
-        tuple(stage - 1 for stage in _numbers("--stages", stages)) if stages is not None else None,
+        _stages(stages),
         repeat or REPEAT,
         limit,
         _engines(engine, plain, overrides),
         real_data,
     )
     _open(out)
-    found, page = _rounds(wanted, out)
-    _show(found, page, out, "bench", json_)
+    _show(*_rounds(wanted, out), out, "bench", json_)
 
 
 def _open(out: Path | None) -> None:
@@ -139,13 +133,16 @@ def _rounds(settings: rounds.Settings, out: Path | None) -> tuple[Document, Page
         return reported(rounds.measure(settings, cases, dataset, watch, keep))
 
 
-def _growth(
+def _growth_settings(
     preset: str | None, overrides: tuple[str, ...], sizes: tuple[int, ...], repeat: int | None, quick: bool
-) -> tuple[Document, Page]:
+) -> growth.GrowthSettings:
     default = QUICK_SIZES if quick else growth.SIZES
-    settings = growth.GrowthSettings(
+    return growth.GrowthSettings(
         preset or SMALL, overrides, sizes or default, rounds=repeat or (QUICK_ROUNDS if quick else GROWTH_ROUNDS)
     )
+
+
+def _growth(settings: growth.GrowthSettings) -> tuple[Document, Page]:
     about = machine.describe()
     with _watching() as watch:
         rows = growth.measure_growth(settings, watch)
@@ -153,11 +150,20 @@ def _growth(
     return found, ("Growth", growth.growth_headline(found), growth.growth_tables(found), growth.growth_notes(found))
 
 
-def _check_growth(given: Mapping[str, object]) -> None:
-    """Refuse what decides how training is measured."""
-    wrong = next((option for option, value in given.items() if value), None)
-    if wrong is not None:
+def _check_options(two_presets: bool, of_growth: bool, of_training: Mapping[str, object], sizes: str | None) -> None:
+    """Refuse options that do not go together; those `of_training` decide how training is measured."""
+    if two_presets:
+        raise ConfigError(f"--quick is {SMALL}: leave --preset out, or --quick")
+    wrong = next((option for option, value in of_training.items() if value), None)
+    if of_growth and wrong is not None:
         raise ConfigError(f"--growth measures what a round costs beside training: leave {wrong} out")
+    if sizes is not None and not of_growth:
+        raise ConfigError("--sizes is for --growth")
+
+
+def _stages(text: str | None) -> tuple[int, ...] | None:
+    """Return FedProphet's stages counted from 0; None for all."""
+    return None if text is None else tuple(stage - 1 for stage in _numbers("--stages", text))
 
 
 def _methods(text: str) -> tuple[str, ...]:

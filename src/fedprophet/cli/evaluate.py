@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from fedprophet.cli.progress import percent, say, show_accuracies
 from fedprophet.errors import ConfigError
-from fedprophet.runs.evaluation import Check, can_keep, check_samples, evaluate_run
+from fedprophet.runs.evaluation import Check, Evaluation, can_keep, check_samples, evaluate_run
 from fedprophet.runs.results import Watch, allowed_attacks, attack_label, parse_attacks
 from fedprophet.runs.run import Run, open_to_read, write_model
 
@@ -57,17 +57,28 @@ def evaluate_command(
     """
     attacks = parse_attacks(attack)
     check_samples(samples)
-    opened = _open(run)
-    if opened.away:
-        typer.echo(AWAY, err=True)
-    if not can_keep(opened):
-        typer.echo(f"note: {run} cannot be written to: nothing is kept of this evaluation", err=True)
+    opened = _open_to_measure(run)
     with closing(opened.session), _progress() as watch:
         evaluation = evaluate_run(opened, attacks, samples, masking_check, watch)
+    _show(evaluation, json_)
+
+
+def _open_to_measure(path: Path) -> Run:
+    """Open a run and say what cannot be measured or kept."""
+    run = _open(path)
+    if run.away:
+        typer.echo(AWAY, err=True)
+    if not can_keep(run):
+        typer.echo(f"note: {path} cannot be written to: nothing is kept of this evaluation", err=True)
+    return run
+
+
+def _show(evaluation: Evaluation, as_json: bool) -> None:
+    """Print warnings aside, then JSON, or tables for people."""
     results = evaluation.to_json()
     for warning in results["warnings"]:
         typer.echo(f"warning: {warning}", err=True)
-    if json_:
+    if as_json:
         typer.echo(json.dumps(results, indent=2))
         return
     console = Console()

@@ -13,8 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from fedprophet.client.task import TaskKind
+from fedprophet.durations import clock, format_duration
+from fedprophet.runs.carriers import spans_of, told
+from fedprophet.runs.journal import Journal
 from fedprophet.runs.results import attack_label
-from fedprophet.runs.run import Observer
+from fedprophet.runs.run import Observer, RunFiles
 from fedprophet.runs.session import Session
 from fedprophet.server.coordinator import Record
 from fedprophet.sizes import format_size
@@ -43,13 +46,6 @@ def percent(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.1f} %"
 
 
-def duration(seconds: float, with_hours: bool = False) -> str:
-    """Return a time span for people: `1:05` or `2:03:40`; with hours in any case, `0:01:05`."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours or with_hours else f"{minutes}:{rest:02}"
-
-
 class _Clock:
     """Estimates the time left. A stage may converge early, so what it says is a bound: "at most"."""
 
@@ -58,12 +54,18 @@ class _Clock:
         self.done = 0
         self._seconds: list[float] = []
 
-    def start(self, session: Session, round: int) -> None:
+    def start(self, session: Session, path: Path, round: int) -> None:
         self.total = len(session.world.modules) * session.config.rounds
-        self.done = round
+        # Stages that converged early had fewer rounds than the bar gives them, so a round's number is not its place.
+        for record in Journal(RunFiles(path).journal).read() if round else ():
+            if record["round"] == round:
+                self._place(record, session)
 
     def round_done(self, record: Record, session: Session, seconds: float) -> None:
         self._seconds.append(seconds)
+        self._place(record, session)
+
+    def _place(self, record: Record, session: Session) -> None:
         before = (record.get("module", 1) - 1) * session.config.rounds
         self.done = before + record.get("stage_round", record["round"])
         if "fixed" in record:
@@ -71,11 +73,15 @@ class _Clock:
 
     @property
     def left(self) -> str:
-        """The time left at most, from the mean of the last rounds."""
-        recent = self._seconds[-10:]
+        """The time left at most, from the mean of the last rounds; "" while this process has timed none.
+
+        Its first round does not count, be it a run's first or the first after a resume: caches are empty, kernels are
+        not compiled.
+        """
+        recent = self._seconds[1:][-10:]
         if not recent:
-            return "…"
-        return duration((self.total - self.done) * sum(recent) / len(recent))
+            return ""
+        return f"at most {clock((self.total - self.done) * sum(recent) / len(recent))} left"
 
 
 def _widths(record: Record) -> str:
@@ -181,7 +187,7 @@ class PlainLines:
     def started(self, session: Session, path: Path, round: int) -> None:
         """Say what is going to be trained."""
         self._session = session
-        self._clock.start(session, round)
+        self._clock.start(session, path, round)
         self._print(_headline(session, path, round))
 
     def note(self, text: str) -> None:
@@ -196,7 +202,7 @@ class PlainLines:
         assert self._session is not None
         self._clock.round_done(record, self._session, seconds)
         facts = "  ".join(f"{name} {value}" for name, value in _facts(record, self._session))
-        self._print(f"{facts}  ({seconds:.1f} s, at most {self._clock.left} left)")
+        self._print(f"{facts}  ({', '.join(filter(None, (format_duration(seconds), self._clock.left)))})")
         for line in _events(record):
             self._print(line)
 
@@ -233,7 +239,7 @@ class LiveDisplay:
     def started(self, session: Session, path: Path, round: int) -> None:
         """Say what is going to be trained and set up the bar."""
         self._session = session
-        self._clock.start(session, round)
+        self._clock.start(session, path, round)
         self._console.print(_headline(session, path, round), markup=False, highlight=False)
         self._bar.update(self._task, total=self._clock.total, completed=self._clock.done)
 
@@ -256,8 +262,7 @@ class LiveDisplay:
         self._accuracies |= {name: value for name, value in facts if name in ("clean", "PGD")}
         for line in _events(record):
             self._console.print(line, markup=False, highlight=False)
-        left = f"at most {self._clock.left} left"
-        self._bar.update(self._task, completed=self._clock.done, description=left)
+        self._bar.update(self._task, completed=self._clock.done, description=self._clock.left)
         self._draw()
 
     def finishing(self) -> None:
@@ -312,13 +317,14 @@ def _remarks(results: Mapping[str, Any]) -> Iterator[str]:
         yield from (_reached(name, results[name]) for name in ("best", "last"))
     time = results.get("simulated")
     if time is not None:
-        # Days or seconds, so hours are always there: nobody should have to guess what 7:17 is.
-        total, computation, access = (duration(time[f"{part}_s"], True) for part in ("total", "computation", "access"))
+        total, computation, access = (format_duration(time[f"{part}_s"]) for part in ("total", "computation", "access"))
         yield (
             f"On the devices of the pool it would have taken {total}: computation {computation}, storage access "
             f"{access} (simulated)."
         )
     yield from _wire(results)
+    if results.get("engines"):
+        yield f"Engine: {told(spans_of(results['engines']))}."
     yield f"Rounds: {results['rounds']}, seed {results['seed']}."
 
 

@@ -4,7 +4,6 @@ With s = weight / sqrt(variance + eps), BN(W ∗ x + b) = (s·W) ∗ x + s·(b �
 """
 
 from collections.abc import Callable
-from functools import reduce
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from fedprophet.fast.kernels import FEW, Kernels
 from fedprophet.fast.layout import Tensors
 from fedprophet.fast.program import Block, Convolution, Exits, Ladder, Program
-from fedprophet.fast.stack import Exit, Network, dense_backward, dense_forward, joined
+from fedprophet.fast.stack import Exit, Network, dense_backward, dense_forward, joined, norm_of
 
 AtExit = Callable[[Exits, Tensor, bool, Tensor | None], Tensor]
 """Returns the gradient of a feature at its exit; whether only where the feature is above 0, and where to write it."""
@@ -46,37 +45,33 @@ class Folded(Network):
 
     def fold(self, stacks: Tensors) -> None:
         """Take over the parameters; storage that is there already is written again, as a captured graph needs."""
-        shifts: list[Tensor] = []
-        for block, side in zip(self._blocks, self._small, strict=True):
-            # What a shortcut's norm layer adds is added to the sum.
-            shifts.append(reduce(torch.add, [self._folded(part, stacks, side) for part in block.convolutions]))
+        if not self.shifts:
+            biases = [stacks[f"{block.norm}.bias"] for block in self._blocks]
+            self.shifts = [torch.empty(bias.shape, device=bias.device) for bias in biases]
+        for block, side, shift in zip(self._blocks, self._small, self.shifts, strict=True):
+            for part in block.convolutions:
+                # What a shortcut's norm layer adds is added to the sum.
+                self._fold(part, stacks, side, shift, add=part is not block)
         dense = [stacks[f"{layer.name}.weight"] for layer in self._dense]
-        biases = [stacks[f"{layer.name}.bias"] if layer.bias else None for layer in self._dense]
+        dense_biases = [stacks[f"{layer.name}.bias"] if layer.bias else None for layer in self._dense]
         if self.spreads:
             self._senders = _refill(self._senders, [self._sender()], self.compute)
-        self.shifts = _refill(self.shifts, shifts, torch.float32)
         self.dense_weights = _refill(self.dense_weights, dense, self.compute)
-        self.dense_biases = _refill(self.dense_biases, biases, self.compute)
+        self.dense_biases = _refill(self.dense_biases, dense_biases, self.compute)
 
-    def _folded(self, part: Convolution, stacks: Tensors, side: int) -> Tensor:
-        """Scale a convolution as its norm layer does, and return what that adds."""
-        scale = stacks[f"{part.norm}.weight"] * torch.rsqrt(stacks[f"{part.norm}.running_var"] + part.epsilon)
-        offset = -stacks[f"{part.norm}.running_mean"]
-        offset = offset + stacks[f"{part.convolution}.bias"] if part.bias else offset
-        self.weights[part.convolution] = self._scaled(part, stacks[f"{part.convolution}.weight"], scale, side)
-        return stacks[f"{part.norm}.bias"] + scale * offset
-
-    def _scaled(self, part: Convolution, weight: Tensor, scale: Tensor, side: int) -> Tensor:
-        """Return a convolution times its norm layer's scale, in the memory that it had before."""
-        before = self.weights.get(part.convolution)
+    def _fold(self, part: Convolution, stacks: Tensors, side: int, shift: Tensor, add: bool) -> None:
+        """Scale a convolution as its norm layer does, in the memory that it had before; `shift` takes what that adds,
+        or has it added.
+        """
+        weight, before = stacks[f"{part.convolution}.weight"], self.weights.get(part.convolution)
         into = (
             before
             if before is not None and not side
             else torch.empty(weight.shape, dtype=self.compute, device=weight.device)
         )
-        torch.mul(weight, scale[:, None, None, :], out=into)
+        self.kernels.fold(weight, norm_of(part, stacks, stacks), into, shift, add)
         into = as_matrix(into, side) if side else into
-        return into if before is None or before is into else before.copy_(into)
+        self.weights[part.convolution] = into if before is None or before is into else before.copy_(into)
 
     def _sender(self) -> Tensor:
         """Return what takes a gradient at the first convolution's outputs to each of its nine taps' inputs."""

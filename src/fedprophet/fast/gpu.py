@@ -15,11 +15,25 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fedprophet.fast import triton_code as code
-from fedprophet.fast.kernels import FEW, TINY, Ball, Scaling, TorchKernels, gathered
+from fedprophet.fast.kernels import (
+    FEW,
+    TINY,
+    Ball,
+    Norm,
+    Scaling,
+    Slopes,
+    Statistics,
+    TorchKernels,
+    gathered,
+    row_count,
+    unbiased,
+)
 
 PARTS = 64
-"""A reduction over rows is cut into at most so many parts, which are then added."""
+"""A reduction over rows is cut into at most so many parts (a power of two), which are then added."""
 ROWS = 128
+CHANNELS = 32
+"""So many channels' parts are added by one program."""
 BLOCK = 1024
 LARGEST_TILE = 128
 """Positions of a tile at least as many as a line may have."""
@@ -188,19 +202,74 @@ class TritonKernels:
         )
         return y
 
-    def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        one, two = self._row_sums(x, None, None)
-        rows = x.shape[1:4].numel()
-        mean = one / rows
-        return mean, (two / rows - mean.square()).clamp_(min=0)
+    def norm_statistics(self, x: Tensor, norm: Norm) -> Statistics:
+        clients, channels = x.shape[0], x.shape[-1]
+        given = (norm.weight, norm.bias, norm.weight if norm.before is None else norm.before)
+        running = (norm.running_mean, norm.running_var)
+        assert all(_fits(values, clients, channels) for values in (*given, *running))
+        sums = self._row_sums(x)
+        out = x.new_empty((4, clients, channels), dtype=torch.float32)
+        code.norm_statistics[(triton.cdiv(channels, CHANNELS), clients)](
+            x,
+            sums,
+            *given,
+            *running,
+            out,
+            row_count(x),
+            channels,
+            clients,
+            len(sums),
+            norm.epsilon,
+            norm.momentum,
+            unbiased(x),
+            norm.before is not None,
+            PARTS,
+            CHANNELS,
+        )
+        return Statistics(*out.unbind())
+
+    def fold(self, weight: Tensor, norm: Norm, out: Tensor, shift: Tensor, add: bool) -> None:
+        clients, channels = weight.shape[0], weight.shape[-1]
+        given = (norm.weight, norm.bias, norm.weight if norm.before is None else norm.before)
+        # What all clients share lies in memory once: its clients are no step apart.
+        values = [each.contiguous() for each in (*given, norm.running_mean, norm.running_var)]
+        assert all(_fits(each, clients, channels) for each in (*values, shift))
+        assert weight[0].is_contiguous()
+        assert out.shape == weight.shape
+        assert out.is_contiguous()
+        rows = weight.shape[1] * weight.shape[2]
+        block_c = min(64, triton.next_power_of_2(channels))
+        block_m = 2048 // block_c
+        code.fold[(triton.cdiv(rows, block_m), triton.cdiv(channels, block_c), clients)](
+            weight,
+            *values,
+            out,
+            shift,
+            weight.stride(0),
+            rows,
+            channels,
+            norm.epsilon,
+            norm.before is not None,
+            add,
+            block_m,
+            block_c,
+        )
 
     def scale_shift(
         self, x: Tensor, scale: Tensor, shift: Tensor, add: Tensor | None = None, relu: bool = True
     ) -> Tensor:
         return self._per_channel(x, None, None, None, scale, shift, add, relu)
 
-    def norm_sums(self, gradient: Tensor, active: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self._row_sums(x, gradient, active)
+    def norm_slopes(self, gradient: Tensor, active: Tensor, x: Tensor, statistics: Statistics) -> Slopes:
+        clients, channels = x.shape[0], x.shape[-1]
+        given = (statistics.mean, statistics.inverse, statistics.scale)
+        assert all(_fits(values, clients, channels) for values in given)
+        sums = self._row_sums(x, (gradient, active, statistics.mean))
+        out = x.new_empty((4, clients, channels), dtype=torch.float32)
+        code.norm_slopes[(triton.cdiv(channels, CHANNELS), clients)](
+            sums, *given, out, row_count(x), channels, clients, len(sums), PARTS, CHANNELS
+        )
+        return Slopes(*out.unbind())
 
     def norm_gradient(self, gradient: Tensor, active: Tensor, x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
         return self._per_channel(x, gradient, active, a, b, c)
@@ -258,27 +327,31 @@ class TritonKernels:
         )
         return sums
 
-    def _row_sums(self, x: Tensor, gradient: Tensor | None, active: Tensor | None) -> tuple[Tensor, Tensor]:
-        clients, channels, rows = x.shape[0], x.shape[-1], x.shape[1:4].numel()
+    def _row_sums(self, x: Tensor, back: tuple[Tensor, Tensor, Tensor] | None = None) -> Tensor:
+        """Return two sums for each client and channel, of each part of the rows: parts × clients × 2 × channels.
+
+        `back`, on the way back: the gradient, what was active, and the means.
+        """
+        others = (x, x, x) if back is None else back
+        assert all(tensor.is_contiguous() for tensor in (x, *others))
+        clients, channels, rows = x.shape[0], x.shape[-1], row_count(x)
         block_c = min(64, triton.next_power_of_2(channels))
         parts = max(1, min(PARTS, triton.cdiv(rows, ROWS)))
         steps = triton.cdiv(rows, ROWS * parts)
         out = x.new_empty((parts, clients, 2, channels), dtype=torch.float32)
         code.sums[(triton.cdiv(channels, block_c), clients, parts)](
             x,
-            x if gradient is None else gradient,
-            x if active is None else active,
+            *others,
             out,
             rows,
             channels,
             clients,
             steps,
-            gradient is not None,
+            back is not None,
             ROWS,
             block_c,
         )
-        one, two = out.sum(dim=0).unbind(dim=1)
-        return one, two
+        return out
 
     def _per_channel(
         self,
@@ -302,7 +375,7 @@ class TritonKernels:
             c.contiguous(),
             x if add is None else add,
             y,
-            x.shape[1:4].numel(),
+            row_count(x),
             x.shape[-1],
             total,
             gradient is not None,
@@ -311,6 +384,11 @@ class TritonKernels:
             BLOCK,
         )
         return y
+
+
+def _fits(values: Tensor, clients: int, channels: int) -> bool:
+    """Whether there is one float32 number for each client and channel, row after row in memory."""
+    return values.shape == (clients, channels) and values.dtype == torch.float32 and values.is_contiguous()
 
 
 def _exact_products() -> Any:

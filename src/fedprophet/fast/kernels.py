@@ -49,6 +49,45 @@ class Ball:
     high: float
 
 
+@dataclass(frozen=True)
+class Norm:
+    """A batch norm layer and the bias of the convolution in front of it, if that has one; everything is K×C."""
+
+    weight: Tensor
+    bias: Tensor
+    before: Tensor | None
+    """The convolution's bias. It leaves no trace behind a batch norm but in its running mean."""
+    running_mean: Tensor
+    running_var: Tensor
+    epsilon: float
+    momentum: float
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Of one batch: mean and 1 / sqrt(variance + epsilon), and with the layer's weight and bias: scale · x + shift."""
+
+    mean: Tensor
+    inverse: Tensor
+    scale: Tensor
+    shift: Tensor
+
+
+@dataclass(frozen=True)
+class Slopes:
+    """What sums over a batch give on the way back through a norm layer, with x̂ = (x − mean) · inverse.
+
+    The gradient of what the layer read is scale · (g − Σ g / M − x̂ · Σ g x̂ / M) for M rows: scale · g + b · x + c.
+    """
+
+    bias: Tensor
+    """The gradient of the layer's bias, Σ g."""
+    weight: Tensor
+    """The gradient of its weight, Σ g · x̂."""
+    b: Tensor
+    c: Tensor
+
+
 class Kernels(Protocol):
     """What a device must offer."""
 
@@ -116,16 +155,22 @@ class Kernels(Protocol):
         The loss is the cross-entropy with one-hot `targets` plus strong_convexity / 2 · ‖x‖²; `masked`: where x > 0.
         """
 
-    def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean and (biased) variance over samples and positions."""
+    def norm_statistics(self, x: Tensor, norm: Norm) -> Statistics:
+        """Return the statistics over samples and positions, and let the running ones follow, in place."""
+
+    def fold(self, weight: Tensor, norm: Norm, out: Tensor, shift: Tensor, add: bool) -> None:
+        """Make a norm layer with its running statistics part of the convolution in front of it.
+
+        `out` takes the convolution, and `shift` what the layer adds; `add`: to what is there already.
+        """
 
     def scale_shift(
         self, x: Tensor, scale: Tensor, shift: Tensor, add: Tensor | None = None, relu: bool = True
     ) -> Tensor:
         """Return max(0, scale · x + shift), or the same without the max(0, …); `add` is added before."""
 
-    def norm_sums(self, gradient: Tensor, active: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return Σ g and Σ g · x over samples and positions, where g is the gradient where `active` > 0."""
+    def norm_slopes(self, gradient: Tensor, active: Tensor, x: Tensor, statistics: Statistics) -> Slopes:
+        """Return what the way back needs, where g is the gradient where `active` > 0."""
 
     def norm_gradient(self, gradient: Tensor, active: Tensor, x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
         """Return a · g + b · x + c, where g is the gradient where `active` > 0."""
@@ -235,9 +280,23 @@ class TorchKernels:
         gradient = torch.bmm((scores.softmax(dim=2) - targets).to(x.dtype), weight.transpose(1, 2))
         return self.average_gradient(gradient, x, 1, strong_convexity, masked, out)
 
-    def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def norm_statistics(self, x: Tensor, norm: Norm) -> Statistics:
         variance, mean = torch.var_mean(x.float(), dim=(1, 2, 3), correction=0)
-        return mean, variance
+        inverse = torch.rsqrt(variance + norm.epsilon)
+        scale = norm.weight * inverse
+        norm.running_mean.lerp_(mean if norm.before is None else mean + norm.before, norm.momentum)
+        norm.running_var.lerp_(variance * unbiased(x), norm.momentum)
+        return Statistics(mean, inverse, scale, norm.bias - mean * scale)
+
+    def fold(self, weight: Tensor, norm: Norm, out: Tensor, shift: Tensor, add: bool) -> None:
+        scale = norm.weight * torch.rsqrt(norm.running_var + norm.epsilon)
+        torch.mul(weight, scale[:, None, None, :], out=out)
+        offset = -norm.running_mean if norm.before is None else -norm.running_mean + norm.before
+        added = norm.bias + scale * offset
+        if add:
+            shift.add_(added)
+        else:
+            shift.copy_(added)
 
     def scale_shift(
         self, x: Tensor, scale: Tensor, shift: Tensor, add: Tensor | None = None, relu: bool = True
@@ -246,9 +305,14 @@ class TorchKernels:
         result = result if add is None else result.add_(add)
         return (result.relu_() if relu else result).to(x.dtype)
 
-    def norm_sums(self, gradient: Tensor, active: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    def norm_slopes(self, gradient: Tensor, active: Tensor, x: Tensor, statistics: Statistics) -> Slopes:
         g = gradient.float() * (active > 0)
-        return g.sum(dim=(1, 2, 3)), (g * x.float()).sum(dim=(1, 2, 3))
+        total, product = g.sum(dim=(1, 2, 3)), (g * x.float()).sum(dim=(1, 2, 3))
+        slope = (product - statistics.mean * total) * statistics.inverse
+        rows = row_count(x)
+        b = -statistics.scale * statistics.inverse * slope / rows
+        c = -statistics.scale * total / rows - b * statistics.mean
+        return Slopes(total, slope, b, c)
 
     def norm_gradient(self, gradient: Tensor, active: Tensor, x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
         g = gradient.float() * (active > 0)
@@ -273,6 +337,17 @@ def _l2_step(delta: Tensor, gradient: Tensor, ball: Ball) -> Tensor:
 
 
 STEPS = {"linf": _linf_step, "l2": _l2_step}
+
+
+def row_count(x: Tensor) -> int:
+    """Return how many numbers a client's statistics of a channel are of."""
+    return x.shape[1:4].numel()
+
+
+def unbiased(x: Tensor) -> float:
+    """Return by how much the variance of so many numbers is too small."""
+    rows = row_count(x)
+    return rows / (rows - 1)
 
 
 def gathered(spread: Tensor, channels: int) -> Tensor:

@@ -73,7 +73,7 @@ class Layout:
         if values.ndim == 5:
             clients, outputs, inputs, side, _ = values.shape
             taps = values.permute(0, 3, 4, 2, 1).reshape(clients, side * side, inputs, outputs)
-            return F.pad(taps, (0, self.padded(outputs) - outputs, 0, self.padded(inputs) - inputs))
+            return F.pad(taps, (0, self.padded(outputs) - outputs, 0, self.padded(inputs) - inputs)).contiguous()
         if values.ndim == 3:
             return self._dense_into(name, values)
         padding = self.padded(values.shape[1]) - values.shape[1] if name in self._convolutions else 0

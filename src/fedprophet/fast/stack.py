@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedprophet.fast.kernels import Kernels, Scaling
-from fedprophet.fast.layout import Layout
-from fedprophet.fast.program import Dense, Exits, Ladder
+from fedprophet.fast.kernels import Kernels, Norm, Scaling
+from fedprophet.fast.layout import Layout, Tensors
+from fedprophet.fast.program import Convolution, Dense, Exits, Ladder
 
 Uniform = Callable[[str, tuple[int, ...]], Tensor]
 """Returns numbers from [0, 1) under a name."""
@@ -80,6 +80,19 @@ class Network:
     def leaving(self, depth: int) -> list[Exits]:
         """Return the exits after so many blocks."""
         return [exits for exits in self.ladder.exits if exits.depth == depth]
+
+
+def norm_of(part: Convolution, stacks: Tensors, statistics: Tensors) -> Norm:
+    """Return the norm layer behind a convolution; `statistics` has its running ones."""
+    return Norm(
+        stacks[f"{part.norm}.weight"],
+        stacks[f"{part.norm}.bias"],
+        stacks[f"{part.convolution}.bias"] if part.bias else None,
+        statistics[f"{part.norm}.running_mean"],
+        statistics[f"{part.norm}.running_var"],
+        part.epsilon,
+        part.momentum,
+    )
 
 
 def joined(

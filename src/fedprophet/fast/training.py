@@ -9,10 +9,10 @@ from torch import Tensor
 
 from fedprophet.client.task import LocalTraining
 from fedprophet.fast.draws import Draws
-from fedprophet.fast.kernels import Kernels
+from fedprophet.fast.kernels import Kernels, Statistics
 from fedprophet.fast.narrow import Squares
 from fedprophet.fast.program import Block, Convolution, Exits, Ladder
-from fedprophet.fast.stack import Network, dense_backward, dense_forward, joined
+from fedprophet.fast.stack import Network, dense_backward, dense_forward, joined, norm_of
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,7 @@ class Normed:
     """What a convolution gave, and the batch's statistics with which its norm layer goes on."""
 
     convolved: Tensor
-    mean: Tensor
-    inverse: Tensor
-    scale: Tensor
-    shift: Tensor
+    statistics: Statistics
 
 
 @dataclass(frozen=True)
@@ -55,6 +52,9 @@ class Training(Network):
         self.learning_rate = torch.tensor(hyper.learning_rate, device=first.device)
         self.velocity = {name: torch.zeros_like(stacks[name]) for name in self.layout.parameters()}
         self.losses = torch.zeros(ladder.clients, device=first.device)
+        biases = [f"{part.convolution}.bias" for part in self._convolutions() if part.bias]
+        # What a batch norm subtracts again has no gradient.
+        self._nothing = {name: torch.zeros_like(stacks[name]) for name in biases}
         self.squares: Squares | None = None
         """By what gradients count where parameters lie multiplied by a factor, see `narrow`."""
         self.observed: dict[str, Tensor] = {}
@@ -63,7 +63,7 @@ class Training(Network):
     @property
     def held(self) -> tuple[Mapping[str, Tensor], ...]:
         """All tensors that last from step to step."""
-        return self.stacks, self.velocity, self.observed
+        return self.stacks, self.velocity, self.observed, self._nothing
 
     def reset(self, learning_rate: float) -> None:
         """Begin a round: no velocity, no losses."""
@@ -75,7 +75,7 @@ class Training(Network):
         """Take one step of SGD on a prepared (perturbed) batch; `targets` are one-hot, dropout comes from `draws`."""
         blocks, weights = self.ladder.longest.blocks, self._weights()
         saved = list(self._run(z, weights, self.stacks))
-        gradients: dict[str, Tensor] = {}
+        gradients = dict(self._nothing)
         above: Tensor | None = None
         # What shortcuts bring back, by the block whose input they begin at.
         shortcuts: dict[int, Tensor] = {}
@@ -106,9 +106,11 @@ class Training(Network):
             z, before = kept.left, z
             yield kept
 
+    def _convolutions(self) -> list[Convolution]:
+        return [part for block in self.ladder.longest.blocks for part in block.convolutions]
+
     def _weights(self) -> dict[Convolution, Tensor]:
-        blocks = self.ladder.longest.blocks
-        return {part: self._weight(part.convolution) for block in blocks for part in block.convolutions}
+        return {part: self._weight(part.convolution) for part in self._convolutions()}
 
     def _deeper(
         self, block: Block, above: Tensor | None, weight: Tensor, shortcut: Tensor | None, out: Tensor | None
@@ -134,23 +136,17 @@ class Training(Network):
         projected = None if part is None else self._normed(part, weights[part], before, statistics)
         add = before if block.residual else None
         if projected is not None:
-            add = self.kernels.scale_shift(projected.convolved, projected.scale, projected.shift, relu=False)
-        active = self.kernels.scale_shift(own.convolved, own.scale, own.shift, add)
+            found = projected.statistics
+            add = self.kernels.scale_shift(projected.convolved, found.scale, found.shift, relu=False)
+        active = self.kernels.scale_shift(own.convolved, own.statistics.scale, own.statistics.shift, add)
         left, winners = self.kernels.pool(active, block.pool) if block.pool else (active, None)
         return Saved(x, own, active, left, winners, None if projected is None else before, projected)
 
     def _normed(self, part: Convolution, weight: Tensor, x: Tensor, statistics: Mapping[str, Tensor]) -> Normed:
         """Run a convolution, take the statistics of what it gives, and let the running ones follow."""
         convolved = self.kernels.convolve(x, weight, channels=part.inputs, stride=part.stride)
-        mean, variance = self.kernels.moments(convolved)
-        inverse = torch.rsqrt(variance + part.epsilon)
-        scale = self.stacks[f"{part.norm}.weight"] * inverse
-        rows = convolved.shape[1:4].numel()
-        # The convolution's bias leaves no trace behind a batch norm but in its running mean.
-        whole = mean + self.stacks[f"{part.convolution}.bias"] if part.bias else mean
-        statistics[f"{part.norm}.running_mean"].lerp_(whole, part.momentum)
-        statistics[f"{part.norm}.running_var"].lerp_(variance * (rows / (rows - 1)), part.momentum)
-        return Normed(convolved, mean, inverse, scale, self.stacks[f"{part.norm}.bias"] - mean * scale)
+        norm = norm_of(part, self.stacks, statistics)
+        return Normed(convolved, self.kernels.norm_statistics(convolved, norm))
 
     def _exit(
         self,
@@ -190,19 +186,12 @@ class Training(Network):
         self, part: Convolution, x: Tensor, normed: Normed, active: Tensor, g: Tensor, gradients: dict[str, Tensor]
     ) -> Tensor:
         """Go back through ReLU and norm layer to what a convolution gave; note the gradients of their parameters."""
-        total, product = self.kernels.norm_sums(g, active, normed.convolved)
-        slope = (product - normed.mean * total) * normed.inverse  # Σ g · x̂
-        gradients[f"{part.norm}.weight"] = slope
-        gradients[f"{part.norm}.bias"] = total
-        rows = normed.convolved.shape[1:4].numel()
-        # dx = scale · (g − Σ g / M − x̂ · Σ g x̂ / M), with x̂ = (x − mean) · inverse, sorted by what it multiplies.
-        b = -normed.scale * normed.inverse * slope / rows
-        c = -normed.scale * total / rows - b * normed.mean
-        dx = self.kernels.norm_gradient(g, active, normed.convolved, normed.scale, b, c)
+        slopes = self.kernels.norm_slopes(g, active, normed.convolved, normed.statistics)
+        gradients[f"{part.norm}.weight"] = slopes.weight
+        gradients[f"{part.norm}.bias"] = slopes.bias
+        scale = normed.statistics.scale
+        dx = self.kernels.norm_gradient(g, active, normed.convolved, scale, slopes.b, slopes.c)
         gradients[f"{part.convolution}.weight"] = self.kernels.weight_gradient(x, dx, part.kernel, part.stride)
-        if part.bias:
-            # What a batch norm subtracts again has no gradient.
-            gradients[f"{part.convolution}.bias"] = torch.zeros_like(total)
         return dx
 
     def _shortcut_back(

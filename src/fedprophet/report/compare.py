@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fedprophet.report.runs import Kind, Measured, RunSummary, read_run
+from fedprophet.runs.carriers import told
 from fedprophet.runs.config import MACHINE_KEYS, Config, FleetSection
 from fedprophet.runs.session import CUSTOM
 from fedprophet.runs.toml import shown
@@ -217,8 +218,12 @@ def _one_for_each_seed(runs: Sequence[RunSummary]) -> tuple[list[RunSummary], li
 def numerics(run: RunSummary) -> str:
     """Return what carried a run out: `engine plain`, or `engine cuda, bfloat16` where the precision plays a part."""
     config = run.config
+    if run.deployed:
+        return f"engine {run.engine}"
+    if run.engines:
+        return f"engine {told(run.engines)}"
     precision = {"cuda": f", {config.precision}", "auto": f", {config.precision} on a GPU"}.get(config.engine, "")
-    return f"engine {run.engine}{'' if run.deployed else precision}"
+    return f"engine {run.engine}{precision}"
 
 
 def _elsewhere(run: RunSummary, best: RunSummary) -> str:

@@ -6,11 +6,12 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from fedprophet.durations import Unit
 from fedprophet.errors import ConfigError
 from fedprophet.report.compare import ATTACKS, Comparison, Row, Setting, Statistic
 from fedprophet.report.notes import FAST_MARK
 from fedprophet.report.runs import Kind
-from fedprophet.report.tables import Unit, speedup_text, time_text, time_unit
+from fedprophet.report.tables import speedup_text, time_text, time_unit
 
 if TYPE_CHECKING:  # Matplotlib is an extra, and slow to import: only who draws needs it.
     from matplotlib.axes import Axes

@@ -84,19 +84,23 @@ def _range(numbers: Sequence[int]) -> str:
 
 
 def _rows_differ(setting: Setting) -> Iterator[str]:
-    """Name the keys in which rows differ and that no label, or not every one, tells."""
+    """Name the configuration keys in which rows differ and that no label, or not every one, tells.
+
+    Some have the names of what is measured as well: `rounds` are those asked for here, and played ones in the table.
+    """
     rows = [(row, relevant_settings(row.runs[0])) for row in setting.rows]
     for key in dict.fromkeys(key for _, keys in rows for key in keys):
         told = {keys.get(key, NOT_SET) for row, keys in rows if key in row.differs}
         untold = {keys.get(key, NOT_SET) for row, keys in rows if key not in row.differs}
         if key != "model.weights" and (told or len(untold) > 1):
-            yield f"Rows differ in {key}: {_each((keys.get(key, NOT_SET), row.label) for row, keys in rows)}."
+            values = _each((keys.get(key, NOT_SET), row.label) for row, keys in rows)
+            yield f"Rows differ in the configuration key {key}: {values}."
 
 
 def _engines_differ(setting: Setting) -> Iterator[str]:
-    """Runs on different engines share a row; on a GPU their numbers are rounded otherwise."""
+    """Runs on different engines share a row; on a GPU their numbers are rounded otherwise. One may have had several."""
     used = [(numerics(run), f"{row.label} seed {run.config.seed}") for row in setting.rows for run in row.runs]
-    if len({how for how, _ in used}) > 1:
+    if len({how for how, _ in used}) > 1 or any(len(run.engines) > 1 for run in setting.runs):
         yield f"Runs were carried out by different engines: {_each(used)}."
 
 

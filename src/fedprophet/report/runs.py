@@ -9,6 +9,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import Field, TypeAdapter, ValidationError
 
 from fedprophet.errors import CheckpointError
+from fedprophet.runs.carriers import Span, spans
 from fedprophet.runs.config import Config, load_config
 from fedprophet.runs.files import how_to_resume, is_deployed
 from fedprophet.runs.journal import Journal
@@ -116,12 +117,15 @@ class RunSummary:
     norm_layers: Mapping[str, str] = field(default_factory=dict)
     public_samples: int = 0
     dataset: str | None = None
+    engines: tuple[Span, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
     def engine(self) -> str:
-        """What carried the run out; a deployment is not what its configuration calls the engine."""
-        return DEPLOYED if self.deployed else self.config.engine
+        """What carried the run out: as it is recorded, else what the configuration says; a deployment is neither."""
+        if self.deployed:
+            return DEPLOYED
+        return ", ".join(dict.fromkeys(span.carrier.engine for span in self.engines)) or self.config.engine
 
 
 @dataclass(frozen=True)
@@ -201,6 +205,7 @@ def read_run(path: Path) -> RunSummary:
         norm_layers=results.norm_layers if results else {},
         public_samples=results.public_samples if results else 0,
         dataset=_dataset(files.inputs),
+        engines=spans(Journal(files.timings).read()),
         notes=tuple(notes),
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from fedprophet.durations import Unit, format_duration, unit_of
 from fedprophet.report.compare import ATTACKS, Accuracy, Comparison, Row, Setting, Statistic
 from fedprophet.report.notes import FAST_MARK, reading, setting_notes
 from fedprophet.report.runs import KINDS, Kind, Reached, RunSummary
@@ -15,8 +16,6 @@ NONE = "–"
 WIRE_PARTS = ("sent", "received", "total", "jfat")
 _WIRE_COUNTED = ("sent", "received", "jfat")
 TIMES = ("total", "computation", "access", "communication")
-_UNITS = (("days", 86_400, 10 * 86_400), ("h", 3_600, 2 * 3_600), ("min", 60, 2 * 60))
-"""Units of time, their seconds, and from how many seconds on people use them: a day is too coarse for a few days."""
 
 
 @dataclass(frozen=True)
@@ -36,27 +35,19 @@ def percent_text(value: Statistic | None) -> str:
     return NONE if value is None else _with_deviation(value, 100.0)
 
 
-@dataclass(frozen=True)
-class Unit:
-    """A unit of time."""
-
-    name: str
-    seconds: int
-
-
 def time_unit(rows: Sequence[Row], part: str = "total") -> Unit:
     """Return the one unit for all rows, so that they can be compared: the one that suits the middle of final times."""
     rows = [row for row in rows if row.finished] or rows
     middle = statistics.median([value.mean for row in rows if (value := row.time(part))] or [0.0])
-    return next((Unit(name, seconds) for name, seconds, enough in _UNITS if middle >= enough), Unit("s", 1))
+    return unit_of(middle)
 
 
 def time_text(value: Statistic | None, unit: Unit) -> str:
-    """Return a time span: `7.2 h` or `7.2 ± 0.1 h`; what would be rounded away keeps two digits."""
+    """Return a time span: `7.2 h` or `7.2 ± 0.1 h`; what would be rounded away has the unit that suits it, `36.0 s`."""
     if value is None:
         return NONE
     if 0 < value.mean < 0.1 * unit.seconds:
-        return f"{value.mean / unit.seconds:.2g} {unit.name}"
+        return format_duration(value.mean)
     return f"{_with_deviation(value, 1 / unit.seconds)} {unit.name}"
 
 
@@ -389,6 +380,7 @@ def _run_document(run: RunSummary) -> dict[str, Any]:
         "wire_bytes": {part: getattr(run.wire, part) for part in WIRE_PARTS} if run.wire else None,
         "faults": run.faults,
         "engine": run.engine,
+        "engines": [span.to_json() for span in run.engines],
     }
 
 

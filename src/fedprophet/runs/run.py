@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from fedprophet.data.dataset import Dataset
 from fedprophet.engines import make_engine
 from fedprophet.errors import CheckpointError, ConfigError, TrainingError
 from fedprophet.methods.base import MethodState
+from fedprophet.runs.carriers import carrier_of, change, spans
 from fedprophet.runs.checkpoint import Checkpoints
 from fedprophet.runs.config import Config, load_config, to_toml
 from fedprophet.runs.files import IDENTITY, how_to_resume, is_deployed, tensors_to_bytes, write_atomic
@@ -104,7 +105,7 @@ class RunFiles:
 
     @property
     def timings(self) -> Path:
-        """Wall-clock seconds of each round."""
+        """Wall-clock seconds of each round, and which engine carried it out."""
         return self.path / "timings.jsonl"
 
     @property
@@ -226,13 +227,21 @@ def play(run: Run, observer: Observer | None = None) -> Mapping[str, Any]:
     with closing(run.session), _alone(run.files.path):
         _check_inputs(run)
         observer.started(run.session, run.files.path, run.state.round)
-        for note in run.notes:
+        for note in (*run.notes, *_engine_change(run)):
             observer.note(note)
         state = _play_rounds(run, observer)
         if not (run.files.results.exists() and run.files.model.exists()):
             observer.finishing()
             _finish(Run(run.files, run.session, state), observer)
     return read_results(run.files.path)
+
+
+def _engine_change(run: Run) -> Iterator[str]:
+    """Say that the rounds to come have another engine than those before, as on another machine."""
+    if not run.session.method.finished(run.state):
+        played = (line for line in Journal(run.files.timings).read() if line["round"] <= run.state.round)
+        text = change(spans(played), carrier_of(run.session, run.files.path))
+        yield from [text] if text else []
 
 
 def _check_inputs(run: Run) -> None:
@@ -286,7 +295,8 @@ def _play_rounds(run: Run, observer: Observer) -> Any:
             played, record = hold(method.round(state), engine)
             seconds = time.monotonic() - began
             journal.append(record)
-            timings.append({"round": played.round, "seconds": round(seconds, 4)})
+            carrier = carrier_of(session, run.files.path)  # real devices are known once a task went out
+            timings.append({"round": played.round, "seconds": round(seconds, 4), **asdict(carrier)})
             state = played  # only now: a Ctrl-C before must not save a state whose journal line is missing
             observer.round_done(record, seconds)
             _stop_if_failing(state, keeper, run.files.path, record)
@@ -364,6 +374,7 @@ def _summary(run: Run, engine: Watched, whole: Mapping[str, Tensor]) -> dict[str
         "modules": _module_rows(session),
         "memory": training_memory(records),
         "simulated": simulated_seconds(records),
+        "engines": [span.to_json() for span in spans(Journal(run.files.timings).read())],
         **_wire(records),
         **({"closing": closing_account} if closing_account else {}),
         **session.method.results(state),

@@ -19,7 +19,7 @@ from fedprophet.client.task import BACKBONE
 from fedprophet.client.workspace import Workspace
 from fedprophet.data.dataset import Dataset
 from fedprophet.data.shards import ShardSettings
-from fedprophet.engines import Parts, cores, make_engine, threads_of
+from fedprophet.engines import Parts, chosen_engine, cores, make_engine, threads_of
 from fedprophet.errors import ConfigError, FedProphetError, ModelError
 from fedprophet.fleet.availability import Availability
 from fedprophet.fleet.device import load_pool
@@ -54,6 +54,8 @@ class Session:
     world: World
     method: Method[Any]
     engine: Engine
+    engine_name: str
+    """Which engine the configuration means on this machine."""
     layers: ClientStore
     features: FeatureCache
     initial_local: Mapping[str, Tensor]
@@ -125,6 +127,7 @@ def _assembled(config: Config, threads: int, clients: Path | None, given: _Given
         world=world,
         method=algorithm,
         engine=engine,
+        engine_name=chosen_engine(resolved),
         layers=layers,
         features=features,
         initial_local=workspaces[BACKBONE].initial,

@@ -1,0 +1,208 @@
+"""What the tests of engines share: tasks of every kind, and the stacked engine on the CPU beside the plain one."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedprophet.client.task import ClientTask, ClientUpdate, Resources
+from fedprophet.engines.stacked import Limits, StackedEngine
+from fedprophet.fast.kernels import TorchKernels
+from fedprophet.fast.rounds import Backend, TrainingPlan, uncaptured
+from fedprophet.runs.session import Session, assemble
+from fedprophet.server.coordinator import Engine
+
+PLENTY = 10**9
+ROOMY = Limits(PLENTY, PLENTY)
+
+
+# Sessions and what was played.
+
+
+@pytest.fixture(scope="session")
+def settings(tiny):
+    """Return a configuration whose session has the plain engine, wherever the tests run."""
+    return lambda changes=None: tiny({"engine": "plain", "population.cohort": 3, **(changes or {})})
+
+
+@pytest.fixture(scope="session")
+def session_of(settings):
+    return lambda changes=None: assemble(settings(changes))
+
+
+@pytest.fixture(scope="module")
+def cascade(settings, play_in_memory):
+    """A run of FedProphet that has come to its second module, played on the plain engine."""
+    changes = {"rounds": 2, "train.warmup": 1, "convergence.patience": 1}
+    played = play_in_memory(settings(changes), rounds=5)
+    assert played.states[-1].stage == 2
+    return played
+
+
+@pytest.fixture(scope="module")
+def learned(settings, play_in_memory):
+    """A run of jFAT that knows something."""
+    changes = {"method": "jfat", "train.iterations": 12, "train.batch": 32, "rounds": 4, "model.options": {"width": 6}}
+    played = play_in_memory(settings(changes), rounds=3)
+    assert played.records[-1]["clean"] > 0.3
+    return played
+
+
+# The stacked engine.
+
+
+def stacked_engine(session: Session, limits: Limits = ROOMY, kernels: TorchKernels | None = None) -> StackedEngine:
+    """Return the stacked engine on the CPU, on the workspaces of a session."""
+    backend = Backend(torch.device("cpu"), kernels or TorchKernels(), torch.float32, uncaptured)
+    return StackedEngine(session.population, session.engine._workspaces, session.budget, backend, limits)
+
+
+@pytest.fixture(scope="session")
+def stacked() -> Callable[..., StackedEngine]:
+    return stacked_engine
+
+
+@pytest.fixture
+def plans(monkeypatch) -> list[TrainingPlan]:
+    """Return a list that every plan is put into when it is made."""
+    made: list[TrainingPlan] = []
+    real = TrainingPlan.__post_init__
+    monkeypatch.setattr(TrainingPlan, "__post_init__", lambda self: (made.append(self), real(self))[1])
+    return made
+
+
+# Tasks.
+
+
+@pytest.fixture(scope="session")
+def joint() -> Callable[..., list[ClientTask]]:
+    """Return a function that gives the training tasks of jFAT in a round."""
+
+    def tasks(
+        session: Session, round: int = 1, clients: Iterable[int] = (0, 1, 2, 3), **changes: Any
+    ) -> list[ClientTask]:
+        state = replace(session.method.initial(), round=round)
+        return [replace(session.method.train_task(state, client), **changes) for client in clients]
+
+    return tasks
+
+
+@pytest.fixture(scope="session")
+def partial_tasks() -> Callable[..., list[ClientTask]]:
+    """Return a function that gives training tasks of sub-networks of some fractions, cut out of the initial model."""
+
+    def tasks(
+        session: Session,
+        widths: Sequence[float],
+        round: int = 1,
+        clients: Iterable[int] | None = None,
+        **changes: Any,
+    ) -> list[ClientTask]:
+        method = session.method
+        state = replace(method.initial(), round=round)
+        memory = session.world.cost.total_memory
+        chosen = range(len(widths)) if clients is None else clients
+        available = {c: Resources(int(r * memory) + 1, 1e9, 1e9) for c, r in zip(chosen, widths, strict=True)}
+        return [replace(task, **changes) for task in method.assign(state, available, {})]
+
+    return tasks
+
+
+@pytest.fixture(scope="session")
+def evaluations() -> Callable[..., list[ClientTask]]:
+    """Return a function that gives the tasks of an evaluation."""
+
+    def tasks(session: Session, state: Any, clients: Iterable[int], threat: Any, **changes: Any) -> list[ClientTask]:
+        return [replace(session.method.evaluation_task(state, client, threat), **changes) for client in clients]
+
+    return tasks
+
+
+# Two engines side by side.
+
+
+def pairs_of(one: Iterable[ClientUpdate], other: Iterable[ClientUpdate]) -> list[tuple[ClientUpdate, ClientUpdate]]:
+    """Return the updates of two engines side by side; both must have answered the same tasks."""
+    mine, theirs = ({(u.client, u.number): u for u in updates} for updates in (one, other))
+    assert set(mine) == set(theirs)
+    return [(mine[key], theirs[key]) for key in sorted(mine)]
+
+
+@pytest.fixture(scope="session")
+def paired() -> Callable[..., list[tuple[ClientUpdate, ClientUpdate]]]:
+    return pairs_of
+
+
+def nearly_equal(found: Tensor, expected: Tensor, tolerance: float = 1e-4, noise: float = 1e-6) -> bool:
+    """Whether two tensors are equal to 1e-4 relative. A convolution's bias before a batch norm is nothing but noise."""
+    return float((found.cpu() - expected.cpu()).norm()) <= tolerance * float(expected.norm()) + noise
+
+
+@pytest.fixture(scope="session")
+def close() -> Callable[..., bool]:
+    return nearly_equal
+
+
+def assert_same_tensors(one: Mapping[str, Tensor], other: Mapping[str, Tensor], tolerance: float, noise: float) -> None:
+    assert set(one) == set(other)
+    for name in other:
+        assert one[name].shape == other[name].shape
+        assert one[name].dtype == other[name].dtype
+        assert one[name].is_contiguous()
+        if name.endswith("num_batches_tracked"):
+            assert one[name] == other[name]
+        else:
+            assert nearly_equal(one[name], other[name], tolerance, noise), name
+
+
+@pytest.fixture(scope="session")
+def assert_same_training() -> Callable[..., list[ClientUpdate]]:
+    """Return a function that trains on both engines and compares what comes back and what clients keep."""
+
+    def check(
+        session: Session,
+        tasks: Iterable[ClientTask],
+        engine: Engine | None = None,
+        tolerance: float = 1e-4,
+        noise: float = 1e-6,
+    ) -> list[ClientUpdate]:
+        tasks = [replace(task, wants_local=True) for task in tasks]
+
+        def trained(engine: Engine) -> tuple[list[ClientUpdate], list[Any]]:
+            updates = list(engine.map(tasks))
+            return updates, [session.layers.get(t.architecture, t.client, t.timeline, t.round + 1) for t in tasks]
+
+        expected, plain_layers = trained(session.engine)
+        found, layers = trained(engine or stacked_engine(session))
+        for mine, theirs in pairs_of(found, expected):
+            assert (mine.kind, mine.round, mine.weight) == (theirs.kind, theirs.round, theirs.weight)
+            assert mine.metrics["samples"] == theirs.metrics["samples"]
+            assert mine.metrics["loss"] == pytest.approx(theirs.metrics["loss"], rel=1e-5)
+            assert_same_tensors(mine.parameters, theirs.parameters, tolerance, noise)
+            assert_same_tensors(mine.local, theirs.local, tolerance, noise)
+        for own, their_own in zip(layers, plain_layers, strict=True):
+            assert_same_tensors(own, their_own, tolerance, noise)
+        return found
+
+    return check
+
+
+@pytest.fixture(scope="session")
+def assert_same_evaluation() -> Callable[..., None]:
+    """Return a function that evaluates on both engines; attacks may differ in a tenth of the samples."""
+
+    def check(session: Session, tasks: Sequence[ClientTask], engine: Engine | None = None) -> None:
+        for mine, theirs in pairs_of((engine or stacked_engine(session)).map(tasks), session.engine.map(tasks)):
+            assert (mine.weight, mine.kind, mine.round) == (theirs.weight, theirs.kind, theirs.round)
+            assert set(mine.metrics) == set(theirs.metrics)
+            samples = theirs.metrics["samples"]
+            assert mine.metrics["samples"] == samples
+            if "clean" in theirs.metrics:
+                assert mine.metrics["clean"] == theirs.metrics["clean"]
+            if "adversarial" in theirs.metrics:
+                assert abs(mine.metrics["adversarial"] - theirs.metrics["adversarial"]) <= 0.1 * samples
+
+    return check

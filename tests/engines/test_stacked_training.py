@@ -1,0 +1,209 @@
+"""Training on the stacked engine: parameter by parameter what the plain engine makes of the same tasks."""
+
+import logging
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fedprophet.client.task import ClientTask
+from fedprophet.engines.stacked import _sizes
+from fedprophet.fast.kernels import TorchKernels
+from fedprophet.threat import ThreatModel
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_stage_behind_frozen_modules(cascade, stage, stacked, assert_same_training):
+    """Features of the frozen prefix, each client's own layers in it, and a head: all at once."""
+    session, last = cascade.session, cascade.states[-1]
+    state = replace([s for s in cascade.states if s.stage == stage][-1], round=last.round + 1)
+    tasks = [replace(session.method._train_task(state, client, stage), threat=None) for client in range(6)]
+    assert len(tasks[0].frozen) == stage
+    for kernels in (TorchKernels(), TorchKernels(16)):
+        assert_same_training(session, tasks, stacked(session, kernels=kernels))
+
+
+def test_different_assignments_in_one_round(cascade, assert_same_training):
+    session, state = cascade.session, replace(cascade.states[2], stage=0, round=9, perturbation=None)
+    tasks = [session.method._train_task(state, client, client % 3) for client in range(6)]
+    tasks = [replace(task, threat=None) for task in tasks]
+    found = assert_same_training(session, tasks)
+    sent = {update.client: set(update.parameters) for update in found}
+    assert "heads.1.weight" in sent[1]
+    assert "heads.1.weight" not in sent[0]
+    assert sent[0] < sent[2] | {"heads.0.weight", "heads.0.bias"}
+
+
+def test_clients_that_train_ahead_are_carried_out_with_the_others(cascade, assert_same_training, plans):
+    """Modules m … M_k differ from client to client (Section 6.3); all of them are one ladder."""
+    session = cascade.session
+    state = cascade.states[0]
+    sizes = {client: len(session.population.client_data(client).train) for client in range(session.population.size)}
+    same = [client for client in sizes if list(sizes.values()).count(sizes[client]) >= 4]
+    ahead = dict(zip([client for client in same if sizes[client] == sizes[same[0]]], (1, 2, 0, 2), strict=False))
+    assert len(ahead) == 4
+    tasks = [replace(session.method._train_task(state, client, last), threat=None) for client, last in ahead.items()]
+    assert_same_training(session, tasks)
+    assert [plan.ladder.clients for plan in plans] == [4]
+    assert len(plans[0].ladder.exits) == 3
+
+
+def test_features_follow_a_clients_own_layers(cascade, stacked, assert_same_training):
+    """The cached features of a frozen prefix are those of the client's own norm layers in it."""
+    session = cascade.session
+    state = replace(cascade.states[-1], round=cascade.states[-1].round + 3)
+    (task,) = [replace(session.method._train_task(state, 0, 2), threat=None)]
+    engine = stacked(session)
+    assert_same_training(session, [task], engine)
+    layers = session.engine._workspaces["backbone"].layers
+    own = dict(layers.get("backbone", 0, task.timeline, task.round))
+    own["features.1.running_mean"] = own["features.1.running_mean"] + 0.5
+    layers.put("backbone", 0, task.round, own, task.timeline)
+    assert_same_training(session, [replace(task, round=task.round + 1)], engine)
+
+
+def test_training_changes_nothing_that_tasks_brought(session_of, stacked, joint):
+    session = session_of({"method": "jfat"})
+    tasks, engine = joint(session), stacked(session)
+    before = {name: value.clone() for name, value in tasks[0].parameters.items()}
+    for number in (1, 2):
+        list(engine.map([replace(task, round=number) for task in tasks]))
+    list(engine.map([tasks[0]]))  # a group of one: its stack could be a view
+    assert all(torch.equal(before[name], value) for name, value in tasks[0].parameters.items())
+
+
+def test_groups_have_clients_of_one_size(session_of, joint, assert_same_training, plans):
+    session = session_of({"method": "jfat", "population.clients": 7})
+    sizes = {k: len(session.population.client_data(k).train) for k in range(7)}
+    assert len(set(sizes.values())) == 2
+    assert_same_training(session, joint(session, clients=range(7), threat=None))
+    expected = {size: list(sizes.values()).count(size) for size in sizes.values()}
+    assert {plan.samples: plan.ladder.clients for plan in plans} == expected
+
+
+def test_batches_of_two_sizes_and_several_passes(session_of, joint, assert_same_training):
+    session = session_of({"method": "jfat", "train.batch": 80, "train.iterations": 7})
+    assert_same_training(session, joint(session, threat=None))
+
+
+@pytest.mark.parametrize(
+    ("samples", "batch", "iterations", "expected"),
+    [
+        (10, 4, 5, {4, 2}),  # 4, 4, 2, 4, 4
+        (10, 4, 2, {4}),
+        (10, 4, 3, {4, 2}),
+        (8, 4, 9, {4}),
+        (3, 4, 1, {3}),
+        (9, 4, 2, {4}),
+        (9, 4, 3, {4, 1}),
+        (1, 1, 1, {1}),
+    ],
+)
+def test_the_sizes_of_batches(session_of, samples, batch, iterations, expected, joint):
+    from fedprophet.client.trainer import batches
+
+    hyper = replace(joint(session_of({"method": "jfat"}))[0].training, batch=batch, iterations=iterations)
+    task = ClientTask("train", 1, 0, 0, training=hyper)
+    assert _sizes(task, samples) == expected == {len(b) for b in batches(samples, batch, iterations, task)}
+
+
+def test_a_batch_of_a_single_sample_goes_to_the_plain_path(session_of, caplog, joint, assert_same_training):
+    session = session_of({"method": "jfat", "population.clients": 7})
+    sizes = [len(session.population.client_data(k).train) for k in range(7)]
+    batch = max(sizes) - 1
+    tasks = joint(session, clients=range(7), threat=None)
+    tasks = [replace(t, training=replace(t.training, batch=batch), wants_local=True) for t in tasks]
+    with caplog.at_level(logging.WARNING, "fedprophet"):
+        found = assert_same_training(session, tasks)
+    assert [r.getMessage() for r in caplog.records] == [
+        "the GPU engine leaves this to the plain path: a batch of a single sample"
+    ]
+    exact = {u.client: u for u in session.engine.map(tasks)}
+    for update in found:
+        same = all(torch.equal(value, exact[update.client].parameters[n]) for n, value in update.parameters.items())
+        assert same is (sizes[update.client] % batch == 1)
+
+
+def test_own_layers_are_those_of_the_round_before(session_of, same_tensors, stacked, joint, paired):
+    """As after a resume: a repeated task starts where the first try started."""
+    session = session_of({"method": "jfat"})
+    engine, tasks = stacked(session), joint(session)
+    first, second = (paired(engine.map(tasks), engine.map(tasks)) for _ in range(2))
+    for (a, b), (c, d) in zip(first, second, strict=True):
+        assert same_tensors(a.parameters, b.parameters)
+        assert same_tensors(c.parameters, d.parameters)
+        assert same_tensors(a.parameters, c.parameters)
+    later = paired(engine.map([replace(task, round=2) for task in tasks]), engine.map(tasks))
+    assert not any(same_tensors(a.parameters, b.parameters) for a, b in later)
+
+
+def test_a_client_that_diverges_leaves_the_others_alone(session_of, stacked, joint):
+    session = session_of({"method": "jfat", "train.iterations": 3})
+    tasks = joint(session, clients=(0, 1, 2))
+    usual = {update.client: update for update in stacked(session).map(tasks)}
+    spoilt = {
+        **tasks[1].parameters,
+        "features.3.weight": torch.full_like(tasks[1].parameters["features.3.weight"], 1e38),
+    }
+    later = [replace(task, round=2) for task in tasks]
+    fresh = {update.client: update for update in stacked(session).map(later)}
+    again = [later[0], replace(later[1], parameters=spoilt), later[2]]
+    layers = session.engine._workspaces["backbone"].layers
+    layers._clients[("backbone", 1)].versions.pop(2)
+    found = {update.client: update for update in stacked(session).map(again)}
+    assert math.isnan(found[1].metrics["loss"])
+    assert 2 not in layers._clients[("backbone", 1)].versions  # it keeps what it had
+    assert 2 in layers._clients[("backbone", 0)].versions
+    for client in (0, 2):
+        assert found[client].metrics == fresh[client].metrics
+        assert all(torch.equal(v, fresh[client].parameters[n]) for n, v in found[client].parameters.items())
+    assert math.isfinite(usual[1].metrics["loss"])
+
+
+def test_layers_that_overflow_in_the_last_step_are_not_kept(session_of, stacked, joint):
+    """The loss was still finite; it has to tell the server all the same."""
+    session = session_of({"method": "jfat"})
+    (task,) = joint(session, clients=(0,), threat=None)
+    hyper = replace(task.training, iterations=1, learning_rate=3e38, weight_decay=1e3)
+    for engine in (session.engine, stacked(session)):
+        (update,) = engine.map([replace(task, training=hyper)])
+        assert math.isnan(update.metrics["loss"])
+    assert session.layers.get("backbone", 0, task.timeline, 99) is None
+
+
+def test_momentum_of_zero_and_no_decay(session_of, joint, assert_same_training):
+    session = session_of({"method": "jfat", "train.momentum": 0.0, "train.weight_decay": 0.0})
+    assert_same_training(session, joint(session, threat=None))
+
+
+@pytest.mark.parametrize("kernels", [TorchKernels(), TorchKernels(16)], ids=["exact", "padded"])
+def test_two_sets_of_statistics_follow_clean_and_attacked_batches(
+    session_of, kernels, stacked, joint, assert_same_training
+):
+    session = session_of({"method": "fedrbn"})
+    tasks = joint(session, adversarial_statistics=True)
+    engine = stacked(session, kernels=kernels)
+    assert_same_training(session, [replace(task, threat=None) for task in tasks], engine)  # nobody has a second set yet
+    list(session.engine.map([replace(task, threat=session.world.image_threat(2)) for task in tasks]))
+    later = [replace(task, round=2, threat=None) for task in tasks]
+    found = assert_same_training(session, later, engine)
+    local = found[0].local
+    clean, attacked = local["features.1.running_mean"], local["adversarial.features.1.running_mean"]
+    assert float((clean - attacked).norm()) > 1e-4 * float(clean.norm())  # the attack has moved one of them
+    assert local["adversarial.features.1.num_batches_tracked"] == local["features.1.num_batches_tracked"] > 0
+
+
+def test_attacks_in_training_find_losses_as_high(learned, stacked, paired):
+    session, state = learned.session, replace(learned.states[-1], round=9)
+    tasks = [session.method.train_task(state, client) for client in range(6)]
+    hyper = replace(tasks[0].training, iterations=4, learning_rate=1e-9)
+    threat = ThreatModel("linf", 0.1, 0.04, 5, (0.0, 1.0))
+    tasks = [replace(task, training=hyper, threat=threat) for task in tasks]
+    clean = [u.metrics["loss"] for u in session.engine.map([replace(task, threat=None) for task in tasks])]
+    pairs = paired(stacked(session).map(tasks), session.engine.map(tasks))
+    raised = [mine.metrics["loss"] - floor for (mine, _), floor in zip(pairs, clean, strict=True)]
+    expected = [theirs.metrics["loss"] - floor for (_, theirs), floor in zip(pairs, clean, strict=True)]
+    assert min(expected) > 0.2
+    assert raised == pytest.approx(expected, rel=0.1)
+    assert sum(raised) == pytest.approx(sum(expected), rel=0.03)
