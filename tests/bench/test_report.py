@@ -148,7 +148,7 @@ def test_the_page_for_people(found):
     assert "| jfat | cuda | 2.00 | 1.00–9.00 | 0.500 | 0.2 % | 1.0 MB | 4.00× |" in page
     assert "| stage 2 | cuda | 3.00 | one round | 0.333 | 0.2 % | 1.0 MB | – |" in page
     assert "plain-1" not in page
-    assert "| fedprophet | cuda | 2.00 | 1.00 | 3.00 |" in page
+    assert "| fedprophet, 2 stages | cuda | 2.00 | 1.00 | 3.00 |" in page
     assert "| jfat | cuda | 2.00 (4.00×) | 1.00 (4.00×) | 2.00 (3.00×) |" in page
     assert "| fedprophet | cuda | 2 × 10 | 0:00:36 | 0:00:24 | 0:00:05 | 0:01:05 |" in page
 

@@ -66,9 +66,9 @@ def test_plain_lines(session):
         "round 1  module 1/3  of stage 1/3  eps warm-up  loss –  (2.0 s)",
         "round 1: client 4 was dropped: its loss is nan",
         "round 2  module 1/3  of stage 2/3  eps 0.100  loss 2.250  clean 50.0 %  PGD 25.0 %"
-        "  (2.0 s, at most 0:14 left)",
+        "  (2.0 s, at most about 0:14 left)",
         "round 3  module 2/3  of stage 1/3  eps 0.750  alpha 0.30  loss 2.250  clean 62.5 %  PGD 25.0 %"
-        "  (2.0 s, at most 0:06 left)",
+        "  (2.0 s, at most about 0:06 left)",
         "module 2 fixed at its best round 2: clean 50.0 %, PGD 25.0 %",
         "evaluating the trained model",
     ]
@@ -238,7 +238,7 @@ def test_live_display(session):
         "measuring perturbations 1/2",
         "eps warm-up",
         "round 3   module 2/3   of stage 1/3   eps 0.750   alpha 0.30   loss 2.250   clean 62.5 %   PGD 25.0 %",
-        "at most 0:06 left",
+        "at most about 0:06 left",
         "module 2 fixed at its best round 2: clean 50.0 %, PGD 25.0 %",
         "evaluating the trained model",
     ):
@@ -265,7 +265,7 @@ def test_a_first_round_says_nothing_of_the_time_left(session, terminal):
         assert terminal or console.file.getvalue().endswith("PGD 25.0 %  (2.5 min)\n")
         observer.round_done(SECOND | {"round": 3, "stage_round": 3}, 2.0)
         time_passes(observer)
-    assert "at most 0:12 left" in console.file.getvalue(), "six rounds of two seconds"
+    assert "at most about 0:12 left" in console.file.getvalue(), "six rounds of two seconds"
 
 
 def test_a_resumed_run_begins_where_its_bar_ended(session, tmp_path):

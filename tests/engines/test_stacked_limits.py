@@ -1,6 +1,8 @@
 """What the stacked engine holds at once and keeps between rounds; neither makes a difference to what it answers."""
 
+import gc
 import logging
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -102,3 +104,18 @@ def test_plans_make_room_for_others(session_of, stacked, joint):
     assert len(keen._plans) == 1
     assert len(roomy._plans) > 1
     assert all(plan.nbytes > 0 for plan in roomy._plans.values())
+
+
+def test_a_plan_that_made_room_is_gone_at_once(session_of, stacked, joint):
+    """Python's search for cycles knows nothing of a GPU's memory, so nothing may wait for it."""
+    session = session_of({"method": "jfat"})
+    tasks = joint(session, clients=(0, 1, 2))
+    engine = stacked(session, Limits(PLENTY, PLENTY, plans=0))
+    list(engine.map(tasks[:1]))
+    (plan,) = map(weakref.ref, engine._plans.values())
+    gc.disable()
+    try:
+        list(engine.map(tasks[1:]))
+        assert plan() is None
+    finally:
+        gc.enable()

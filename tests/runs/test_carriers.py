@@ -45,6 +45,7 @@ def test_rounds_of_one_engine_are_a_span():
     )
     assert spans_of(json.loads(json.dumps([span.to_json() for span in found]))) == found
     assert spans([line(1)]) == ()
+    assert spans([line(1, GPU), line(3, GPU)]) == (Span(GPU, 1, 3),), "a line that is missing is no other engine"
     other = Carrier("cuda", "float32")
     assert spans([line(1, GPU), line(2, other)]) == (Span(GPU, 1, 1), Span(other, 2, 2))
 
@@ -52,6 +53,7 @@ def test_rounds_of_one_engine_are_a_span():
 def test_spans_in_words():
     assert told([Span(WORKERS, 1, 7)]) == "workers"
     assert told([Span(WORKERS, 1, 3), Span(GPU, 4, 5)]) == "workers to round 3, then cuda, bfloat16"
+    assert told([Span(WORKERS, 6, 7)]) == "not recorded to round 5, then workers"
     assert change([Span(WORKERS, 1, 3)], WORKERS) is None
     assert change([], GPU) is None
     assert change([Span(GPU, 1, 2), Span(WORKERS, 3, 3)], GPU) == (

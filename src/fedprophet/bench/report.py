@@ -275,7 +275,9 @@ def _line(row: Document, unit: "Unit") -> tuple[str, ...]:
 def _mean_lines(means: Iterable[Document]) -> Iterator[tuple[str, ...]]:
     found = {(row["method"], row["engine"], row["part"]): row for row in means}
     for method, engine in dict.fromkeys((method, engine) for method, engine, _ in found):
-        yield method, engine, *(_mean_text(found.get((method, engine, part))) for part in PARTS)
+        rows = [found.get((method, engine, part)) for part in PARTS]
+        stages = max(row["cases"] for row in rows if row is not None)
+        yield f"{method}, {stages} stages" if stages > 1 else method, engine, *map(_mean_text, rows)
 
 
 def _mean_text(row: Document | None) -> str:
@@ -305,10 +307,11 @@ _TWO_PLAIN = (
 def notes(found: Document) -> list[str]:
     """Return what a reader must know to read the tables."""
     loops = _TWO_PLAIN if set(PLAIN_SIDES) <= set(found["settings"]["engines"]) else ""
+    repeat = found["settings"]["repeat"]
+    rounds = "those of one round" if repeat == 1 else f"medians over up to {repeat} rounds with different cohorts"
     lines = [
-        f"Seconds are medians over up to {found['settings']['repeat']} rounds with different cohorts, the same on "
-        "every engine; each piece of work was done once before it was timed. The speed-up is over the plain loop, in "
-        f"the rounds that both have played.{loops}",
+        f"Seconds are {rounds}, the same on every engine; each piece of work was done once before it was timed. The "
+        f"speed-up is over the plain loop, in the rounds that both have played.{loops}",
         f"{found['counting']}. Memory is the peak: torch's on a GPU; resident pages on a CPU, where those "
         "that worker processes share count for each of them.",
         "Warm-up training has no attack; a stage begins with it. The server's time is its own work in a round: asking, "

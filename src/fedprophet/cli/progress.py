@@ -1,5 +1,6 @@
 """How a run shows itself: a live display in a terminal, plain lines everywhere else."""
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -47,7 +48,7 @@ def percent(value: float | None) -> str:
 
 
 class _Clock:
-    """Estimates the time left. A stage may converge early, so what it says is a bound: "at most"."""
+    """Estimates the time left. A stage may converge early, so what it says is a bound, by the rounds seen so far."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -81,7 +82,7 @@ class _Clock:
         recent = self._seconds[1:][-10:]
         if not recent:
             return ""
-        return f"at most {clock((self.total - self.done) * sum(recent) / len(recent))} left"
+        return f"at most about {clock(math.ceil((self.total - self.done) * sum(recent) / len(recent)))} left"
 
 
 def _widths(record: Record) -> str:

@@ -240,7 +240,7 @@ class StackedEngine:
         """Return a plan that is kept, or make it; those not used for longest make room."""
         if key not in self._plans:
             while self._plans and sum(plan.nbytes for plan in self._plans.values()) > self._limits.plans:
-                self._plans.popitem(last=False)
+                self._plans.popitem(last=False)[1].release()
             self._plans[key] = make()
         self._plans.move_to_end(key)
         return self._plans[key]

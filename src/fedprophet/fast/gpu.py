@@ -184,6 +184,7 @@ class TritonKernels:
         y = torch.empty_like(x) if out is None else out
         assert all(tensor.is_contiguous() for tensor in (x, weight, bias, targets, y))
         clients, samples, height, width, channels = x.shape
+        classes = max(16, triton.next_power_of_2(weight.shape[2]))
         code.head_gradient[(samples, clients)](
             x,
             weight,
@@ -197,8 +198,8 @@ class TritonKernels:
             strong_convexity,
             masked,
             min(ROWS // 2, triton.next_power_of_2(height * width)),
-            min(64, triton.next_power_of_2(channels)),
-            max(16, triton.next_power_of_2(weight.shape[2])),
+            min(64, triton.next_power_of_2(channels), max(1, 8192 // classes)),
+            classes,
         )
         return y
 
@@ -210,7 +211,6 @@ class TritonKernels:
         sums = self._row_sums(x)
         out = x.new_empty((4, clients, channels), dtype=torch.float32)
         code.norm_statistics[(triton.cdiv(channels, CHANNELS), clients)](
-            x,
             sums,
             *given,
             *running,
@@ -328,7 +328,7 @@ class TritonKernels:
         return sums
 
     def _row_sums(self, x: Tensor, back: tuple[Tensor, Tensor, Tensor] | None = None) -> Tensor:
-        """Return two sums for each client and channel, of each part of the rows: parts × clients × 2 × channels.
+        """Return two sums and their centre, of each part of the rows: parts × clients × 3 × channels.
 
         `back`, on the way back: the gradient, what was active, and the means.
         """
@@ -338,7 +338,7 @@ class TritonKernels:
         block_c = min(64, triton.next_power_of_2(channels))
         parts = max(1, min(PARTS, triton.cdiv(rows, ROWS)))
         steps = triton.cdiv(rows, ROWS * parts)
-        out = x.new_empty((parts, clients, 2, channels), dtype=torch.float32)
+        out = x.new_empty((parts, clients, 3, channels), dtype=torch.float32)
         code.sums[(triton.cdiv(channels, block_c), clients, parts)](
             x,
             *others,
@@ -461,7 +461,7 @@ def _launch_blocks(
     clients, samples, height, width, inputs = x.shape
     turned = flags[-1]
     rows = clients * samples * height * width
-    positions, block_n, block_k, warps, stages = _block_tiles(rows, height, inputs, outputs, turned)
+    positions, block_n, block_k, warps, stages = _block_tiles(rows, height, width, inputs, outputs, turned)
     # The sides of a tile are powers of two; what lies beyond an image is fetched as zeros.
     across = triton.next_power_of_2(width)
     lines = min(triton.next_power_of_2(height), max(1, positions // across))
@@ -493,18 +493,19 @@ def _launch_blocks(
     )
 
 
-def _block_tiles(rows: int, height: int, inputs: int, outputs: int, turned: bool) -> tuple[int, int, int, int, int]:
+def _block_tiles(
+    rows: int, height: int, width: int, inputs: int, outputs: int, turned: bool
+) -> tuple[int, int, int, int, int]:
     """Return positions, outputs and inputs of a tile, warps and pipeline stages, as they were fastest on an H200."""
     block_n = _divisor(outputs, 128)
     if block_n <= 64:
         return 256, block_n, 64, 8, 3
+    if width > 64:  # a tile has a line at least
+        return 128, 128, 64, 8, 3
     # Where there are fewer tiles than processors, they should be many or quick.
     tiles, block_k = (rows // 128) * (outputs // block_n), _divisor(inputs, 128)
-    choose = _turned_tiles if turned else _forward_tiles
-    return choose(tiles, rows, height, block_k, outputs % 256 == 0)
-
-
-def _forward_tiles(tiles: int, rows: int, height: int, block_k: int, wide: bool) -> tuple[int, int, int, int, int]:
+    if turned:
+        return _turned_tiles(tiles, rows, height, block_k, outputs % 256 == 0)
     if tiles <= 64:
         return 64, 64, block_k, 4, 3
     return 128, 128, block_k if tiles <= 132 else 64, 8, 3

@@ -149,6 +149,12 @@ class TrainingPlan:
         for own, value in zip(tensors[slice(*span)], values.unbind(), strict=True):
             own[name] = value
 
+    def release(self) -> None:
+        """Let go of the iterations. They know their plan, so nothing would be freed before Python looks for cycles."""
+        for iteration in self._iterations.values():
+            iteration.pieces.clear()
+        self._iterations.clear()
+
     @property
     def nbytes(self) -> int:
         """How much memory it holds on to, besides what a captured graph computes in."""

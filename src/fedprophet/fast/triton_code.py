@@ -415,10 +415,10 @@ def sums(
     BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Σ d and Σ d² of a part of the rows; with GRADIENT, Σ g and Σ g · d where `active` > 0.
+    """Σ d and Σ d² of a part of the rows, and their centre; with GRADIENT, Σ g and Σ g · d where `active` > 0.
 
-    d is how far a number is from its channel's first one, with GRADIENT from the mean: sums of numbers that are far
-    from 0 and close to each other would leave little of their differences.
+    d is how far a number is from the mean of its channel's first rows, with GRADIENT from the mean of all: sums of
+    numbers that are far from 0 and close to each other would leave little of their differences.
     """
     column, client, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     c = column * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -426,7 +426,10 @@ def sums(
     if GRADIENT:
         center = tl.load(mean_ptr + client * channels + c, mask=used, other=0.0)
     else:
-        center = tl.load(x_ptr + client * rows * channels + c, mask=used, other=0.0).to(tl.float32)
+        m = tl.arange(0, BLOCK_M)
+        at = (client * rows + m)[:, None] * channels + c[None, :]
+        first = tl.load(x_ptr + at, mask=(m < rows)[:, None] & used[None, :], other=0.0).to(tl.float32)
+        center = tl.sum(first, axis=0) / tl.minimum(rows, BLOCK_M)
     one = tl.zeros((BLOCK_C,), dtype=tl.float32)
     two = tl.zeros((BLOCK_C,), dtype=tl.float32)
     for step in range(steps):
@@ -442,16 +445,17 @@ def sums(
         else:
             one += tl.sum(d, axis=0)
             two += tl.sum(d * d, axis=0)
-    at = ((part * clients + client) * 2) * channels + c
+    at = ((part * clients + client) * 3) * channels + c
     tl.store(out_ptr + at, one, mask=used)
     tl.store(out_ptr + at + channels, two, mask=used)
+    tl.store(out_ptr + at + 2 * channels, center, mask=used)
 
 
 @triton.jit
 def _added(sums_ptr, client, c, channels, clients, parts, BLOCK_P: tl.constexpr):
-    """Return both of what `sums` wrote, for some channels of one client, its parts added."""
+    """Return both sums that `sums` wrote, for some channels of one client, its parts added."""
     p = tl.arange(0, BLOCK_P)
-    at = ((p * clients + client) * 2)[:, None] * channels + c[None, :]
+    at = ((p * clients + client) * 3)[:, None] * channels + c[None, :]
     real = (p < parts)[:, None] & (c < channels)[None, :]
     one = tl.sum(tl.load(sums_ptr + at, mask=real, other=0.0), axis=0)
     two = tl.sum(tl.load(sums_ptr + at + channels, mask=real, other=0.0), axis=0)
@@ -460,7 +464,6 @@ def _added(sums_ptr, client, c, channels, clients, parts, BLOCK_P: tl.constexpr)
 
 @triton.jit(do_not_specialize=["rows", "clients", "parts"])
 def norm_statistics(
-    x_ptr,
     sums_ptr,
     weight_ptr,
     bias_ptr,
@@ -485,9 +488,9 @@ def norm_statistics(
     used, of, size = c < channels, client * channels + c, clients * channels
     one, two = _added(sums_ptr, client, c, channels, clients, parts, BLOCK_P)
     moved = one / rows
-    mean = tl.load(x_ptr + client * rows * channels + c, mask=used, other=0.0).to(tl.float32) + moved
+    mean = tl.load(sums_ptr + (client * 3 + 2) * channels + c, mask=used, other=0.0) + moved
+    # Not below 0 by more than rounding, which epsilon is for: what moves the centre is part of the variance.
     variance = two / rows - moved * moved
-    variance = tl.where(variance < 0, 0.0, variance)  # what is no number stays none
     inverse = tl.rsqrt(variance + epsilon)
     scale = tl.load(weight_ptr + of, mask=used, other=0.0) * inverse
     shift = tl.load(bias_ptr + of, mask=used, other=0.0) - mean * scale

@@ -205,9 +205,17 @@ def read_run(path: Path) -> RunSummary:
         norm_layers=results.norm_layers if results else {},
         public_samples=results.public_samples if results else 0,
         dataset=_dataset(files.inputs),
-        engines=spans(Journal(files.timings).read()),
+        engines=_engines(files.timings),
         notes=tuple(notes),
     )
+
+
+def _engines(timings: Path) -> tuple[Span, ...]:
+    """Return which engines carried a run out; none are known where the file is damaged: no result depends on it."""
+    try:
+        return spans(Journal(timings).read())
+    except CheckpointError:
+        return ()
 
 
 def _read(file: Path, kind: type[T], advice: str) -> T | None:

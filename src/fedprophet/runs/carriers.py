@@ -49,11 +49,10 @@ def spans(timings: Iterable[Mapping[str, Any]]) -> tuple[Span, ...]:
     """Return who carried out which rounds, by what is noted of each; rounds of earlier versions have no such note."""
     found: list[Span] = []
     for line in timings:
-        if "engine" not in line:
+        if not {"engine", "precision"} <= line.keys():
             continue
-        carrier, number = Carrier(str(line["engine"]), str(line.get("precision"))), int(line["round"])
-        goes_on = found and (found[-1].carrier, found[-1].last) == (carrier, number - 1)
-        first = found.pop().first if goes_on else number
+        carrier, number = Carrier(str(line["engine"]), str(line["precision"])), int(line["round"])
+        first = found.pop().first if found and found[-1].carrier == carrier else number
         found.append(Span(carrier, first, number))
     return tuple(found)
 
@@ -66,7 +65,10 @@ def spans_of(document: Iterable[Mapping[str, Any]]) -> tuple[Span, ...]:
 def told(found: Sequence[Span]) -> str:
     """Return `workers`, or `workers to round 20, then cuda, bfloat16` where a run has changed its engine."""
     *earlier, last = found
-    return ", then ".join([*(f"{span.carrier.text} to round {span.last}" for span in earlier), last.carrier.text])
+    before = [f"not recorded to round {found[0].first - 1}"] if found[0].first > 1 else []
+    return ", then ".join(
+        [*before, *(f"{span.carrier.text} to round {span.last}" for span in earlier), last.carrier.text]
+    )
 
 
 def change(found: Sequence[Span], now: Carrier) -> str | None:
