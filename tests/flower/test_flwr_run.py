@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -16,15 +15,13 @@ import torch
 
 if importlib.util.find_spec("ray") is None:  # importing it here would let it read its settings too early
     pytest.skip("Flower's simulation is not installed", allow_module_level=True)
-if shlex.quote(sys.executable) != sys.executable:
-    pytest.skip("Ray cannot start a Python whose path has a blank", allow_module_level=True)
 
 from fedprophet.deploy import environment
 from fedprophet.runs.config import to_toml
 from fedprophet.runs.journal import Journal
 from fedprophet.runs.run import play, start
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_starts")]
 
 PATIENCE = 600
 """Seconds after which a process is stuck, on a machine with very much else to do."""

@@ -8,7 +8,6 @@ import importlib.util
 import json
 import logging
 import os
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -21,8 +20,6 @@ import torch
 
 if importlib.util.find_spec("ray") is None:  # importing it here would let it read its settings too early
     pytest.skip("Flower's simulation is not installed", allow_module_level=True)
-if shlex.quote(sys.executable) != sys.executable:
-    pytest.skip("Ray cannot start a Python whose path has a blank", allow_module_level=True)
 
 from fedprophet.client.task import SERVER, ClientTask
 from fedprophet.data import load
@@ -41,6 +38,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "feddf": {"method": "feddf", "rounds": 2, "distillation.public": 40, "distillation.iterations": 3},
     "fedrbn": {"method": "fedrbn", "rounds": 2, "population.cohort": 3, "memory.budget": "100%"},
 }
+pytestmark = pytest.mark.usefixtures("ray_starts")
 SIMULATED = {"engine": "flower-sim", "threads": 2}
 SMALL = {"method": "jfat", "rounds": 3, "train.iterations": 1, "attack.steps": 1, "evaluate.clients": 2}
 
@@ -162,17 +160,6 @@ def test_data_of_your_own_is_refused_before_anything_is_written(tiny, tmp_path):
     with pytest.raises(ConfigError, match="not data that was handed over"):
         start(tiny({**SMALL, **SIMULATED}), tmp_path / "run", dataset=load("digits"))
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("python", ["/home/me/my env/bin/python", "/opt/a&b/bin/python"])
-def test_python_that_ray_cannot_start(tiny, tmp_path, monkeypatch, python):
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(sys, "executable", python)
-    with pytest.raises(ConfigError, match=r"cannot start .*bin/python: it cuts paths at blanks"):
-        start(tiny({**SMALL, **SIMULATED}), tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-    monkeypatch.setenv("RAY_ADDRESS", "auto")  # a cluster of the user's has Pythons of its own
-    assemble(tiny({**SMALL, **SIMULATED})).close()
 
 
 def test_client_that_needs_more_cores_than_there_are(tiny):

@@ -97,7 +97,7 @@ class Folded(Network):
         def at(exits: Exits, feature: Tensor, masked: bool, out: Tensor | None) -> Tensor:
             aims, (weights, biases) = targets[exits.low : exits.high], self._layers(exits)
             if _is_head(exits.program) and biases[0] is not None:
-                mu = strong_convexity if exits.program.convex else 0.0
+                mu = exits.program.weighted(strong_convexity)
                 return self.kernels.head_gradient(feature, weights[0], biases[0], aims, mu, masked, out)
             run = self._exit(exits, feature)
             gradient = (run.scores.softmax(dim=2) - aims).to(self.compute)

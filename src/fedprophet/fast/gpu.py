@@ -1,4 +1,4 @@
-"""The operations of `kernels` on a GPU: tile sizes, and launches of what `triton_code` says.
+"""The operations of `kernels` on a GPU: launches of what the `triton_…` files say, in tiles that `tiles` chooses.
 
 Where the device can (Hopper and later) a tile of a convolution is a block of positions that the copy engine fetches
 whole, zeros beyond the border included; elsewhere each thread computes addresses. Rarer convolutions (other kernels,
@@ -14,7 +14,9 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fedprophet.fast import triton_code as code
+from fedprophet.fast import triton_convolutions as convolutions
+from fedprophet.fast import triton_images as on_images
+from fedprophet.fast import triton_norms as norms
 from fedprophet.fast.kernels import (
     FEW,
     TINY,
@@ -28,6 +30,7 @@ from fedprophet.fast.kernels import (
     row_count,
     unbiased,
 )
+from fedprophet.fast.tiles import block_tiles, divisor, row_tiles
 
 PARTS = 64
 """A reduction over rows is cut into at most so many parts (a power of two), which are then added."""
@@ -87,7 +90,7 @@ class TritonKernels:
     ) -> Tensor:
         result, total = y if out is None else out, y.numel()
         assert all(tensor is None or tensor.is_contiguous() for tensor in (y, shift, mask, result))
-        code.finish[(triton.cdiv(total, BLOCK),)](
+        convolutions.finish[(triton.cdiv(total, BLOCK),)](
             y,
             y if shift is None else shift,
             y if mask is None else mask,
@@ -107,14 +110,14 @@ class TritonKernels:
                 return self._torch.weight_gradient(x, gradient, kernel, stride).contiguous()
         clients, samples, height, width, inputs = x.shape
         outputs, rows = gradient.shape[-1], samples * height * width
-        block_i, block_o = _divisor(inputs, 64), _divisor(outputs, 64 if x.dtype == torch.float32 else 128)
+        block_i, block_o = divisor(inputs, 64), divisor(outputs, 64 if x.dtype == torch.float32 else 128)
         tiles = (inputs // block_i) * (outputs // block_o)
         block_m = 32 if x.dtype == torch.float32 else 64
         # Enough parts to fill the device, and not so many that adding them takes longer than the product.
         parts = max(1, min(PARTS, triton.cdiv(1024, tiles * 9 * clients), triton.cdiv(rows, block_m)))
         steps = triton.cdiv(rows, block_m * parts)
         out = x.new_empty((parts, clients, 9, inputs, outputs), dtype=torch.float32)
-        code.weight_gradient[(tiles, 9, parts * clients)](
+        convolutions.weight_gradient[(tiles, 9, parts * clients)](
             x,
             gradient,
             out,
@@ -138,7 +141,7 @@ class TritonKernels:
         clients, samples, height, width, channels = x.shape
         y = x.new_empty((clients, samples, height // 2, width // 2, channels))
         winners = torch.empty_like(y, dtype=torch.uint8)
-        code.pool[(triton.cdiv(y.numel(), BLOCK),)](x, y, winners, y.numel(), height, width, channels, side, BLOCK)
+        on_images.pool[(triton.cdiv(y.numel(), BLOCK),)](x, y, winners, y.numel(), height, width, channels, side, BLOCK)
         return y, winners
 
     def unpool(self, winners: Tensor, gradient: Tensor, side: int = 2) -> Tensor:
@@ -146,7 +149,7 @@ class TritonKernels:
         clients, samples, height, width, channels = gradient.shape
         y = gradient.new_empty((clients, samples, 2 * height, 2 * width, channels))
         # Windows that lie apart write what is theirs; where they overlap, positions ask them.
-        kernel, total = (code.unpool, gradient.numel()) if side == 2 else (code.unpool_overlapping, y.numel())
+        kernel, total = (on_images.unpool, gradient.numel()) if side == 2 else (on_images.unpool_overlapping, y.numel())
         kernel[(triton.cdiv(total, BLOCK),)](winners, gradient, y, total, 2 * height, 2 * width, channels, BLOCK)
         return y
 
@@ -156,7 +159,7 @@ class TritonKernels:
         y = x.new_empty((clients, samples, side * side * channels))
         block_c = min(64, triton.next_power_of_2(channels))
         grid = (clients * samples * side * side, triton.cdiv(channels, block_c))
-        code.average[grid](x, y, height, width, channels, side, ROWS, block_c)
+        on_images.average[grid](x, y, height, width, channels, side, ROWS, block_c)
         return y
 
     def average_gradient(
@@ -166,7 +169,7 @@ class TritonKernels:
         assert x.is_contiguous()
         assert y.is_contiguous()
         height, width, channels = x.shape[2:]
-        code.average_gradient[(triton.cdiv(total, BLOCK),)](
+        on_images.average_gradient[(triton.cdiv(total, BLOCK),)](
             gradient, x, y, total, height, width, channels, side, weight, masked, BLOCK
         )
         return y
@@ -185,7 +188,7 @@ class TritonKernels:
         assert all(tensor.is_contiguous() for tensor in (x, weight, bias, targets, y))
         clients, samples, height, width, channels = x.shape
         classes = max(16, triton.next_power_of_2(weight.shape[2]))
-        code.head_gradient[(samples, clients)](
+        on_images.head_gradient[(samples, clients)](
             x,
             weight,
             bias,
@@ -210,7 +213,7 @@ class TritonKernels:
         assert all(_fits(values, clients, channels) for values in (*given, *running))
         sums = self._row_sums(x)
         out = x.new_empty((4, clients, channels), dtype=torch.float32)
-        code.norm_statistics[(triton.cdiv(channels, CHANNELS), clients)](
+        norms.norm_statistics[(triton.cdiv(channels, CHANNELS), clients)](
             sums,
             *given,
             *running,
@@ -240,7 +243,7 @@ class TritonKernels:
         rows = weight.shape[1] * weight.shape[2]
         block_c = min(64, triton.next_power_of_2(channels))
         block_m = 2048 // block_c
-        code.fold[(triton.cdiv(rows, block_m), triton.cdiv(channels, block_c), clients)](
+        norms.fold[(triton.cdiv(rows, block_m), triton.cdiv(channels, block_c), clients)](
             weight,
             *values,
             out,
@@ -266,7 +269,7 @@ class TritonKernels:
         assert all(_fits(values, clients, channels) for values in given)
         sums = self._row_sums(x, (gradient, active, statistics.mean))
         out = x.new_empty((4, clients, channels), dtype=torch.float32)
-        code.norm_slopes[(triton.cdiv(channels, CHANNELS), clients)](
+        norms.norm_slopes[(triton.cdiv(channels, CHANNELS), clients)](
             sums, *given, out, row_count(x), channels, clients, len(sums), PARTS, CHANNELS
         )
         return Slopes(*out.unbind())
@@ -287,7 +290,7 @@ class TritonKernels:
         positions = clients * samples * height * width
         block_c = min(triton.next_power_of_2(channels), 64)
         block_p = 2048 // block_c
-        code.ascend[(triton.cdiv(positions, block_p), triton.cdiv(channels, block_c))](
+        on_images.ascend[(triton.cdiv(positions, block_p), triton.cdiv(channels, block_c))](
             x,
             clean,
             gradient,
@@ -322,7 +325,7 @@ class TritonKernels:
         samples, size = x.shape[0] * x.shape[1], x.shape[2:].numel()
         sums = x.new_empty((samples, parts, 3))
         steps = triton.cdiv(size, BLOCK * parts)
-        code.sample_sums[(samples, parts)](
+        on_images.sample_sums[(samples, parts)](
             x, clean, gradient, scaling.std, sums, size, x.shape[-1], scaling.channels, parts, BLOCK, steps
         )
         return sums
@@ -339,7 +342,7 @@ class TritonKernels:
         parts = max(1, min(PARTS, triton.cdiv(rows, ROWS)))
         steps = triton.cdiv(rows, ROWS * parts)
         out = x.new_empty((parts, clients, 3, channels), dtype=torch.float32)
-        code.sums[(triton.cdiv(channels, block_c), clients, parts)](
+        norms.sums[(triton.cdiv(channels, block_c), clients, parts)](
             x,
             *others,
             out,
@@ -366,7 +369,7 @@ class TritonKernels:
     ) -> Tensor:
         y, total = torch.empty_like(x), x.numel()
         assert add is None or add.is_contiguous()
-        code.affine[(triton.cdiv(total, BLOCK),)](
+        norms.affine[(triton.cdiv(total, BLOCK),)](
             x,
             x if gradient is None else gradient,
             x if active is None else active,
@@ -412,8 +415,8 @@ def _in_blocks(x: Tensor) -> bool:
 def _launch(x: Tensor, weight: Tensor, others: tuple[Tensor, ...], flags: tuple[bool, ...], outputs: int) -> None:
     clients, samples, height, width, inputs = x.shape
     rows = samples * height * width
-    block_m, block_n, block_k, warps, stages = _tiles(rows, inputs, outputs, x.dtype)
-    code.convolve[((outputs // block_n) * triton.cdiv(rows, block_m), clients)](
+    block_m, block_n, block_k, warps, stages = row_tiles(rows, inputs, outputs, x.dtype)
+    convolutions.convolve[((outputs // block_n) * triton.cdiv(rows, block_m), clients)](
         x,
         weight,
         *others,
@@ -435,8 +438,8 @@ def _launch(x: Tensor, weight: Tensor, others: tuple[Tensor, ...], flags: tuple[
 def _launch_few(x: Tensor, weight: Tensor, shift: Tensor | None, y: Tensor, channels: int) -> None:
     clients, samples, height, width, padded = x.shape
     rows, outputs = samples * height * width, y.shape[-1]
-    block_n = _divisor(outputs, 64)
-    code.convolve_few[((outputs // block_n) * triton.cdiv(rows, ROWS), clients)](
+    block_n = divisor(outputs, 64)
+    convolutions.convolve_few[((outputs // block_n) * triton.cdiv(rows, ROWS), clients)](
         x,
         weight,
         weight if shift is None else shift,
@@ -461,7 +464,7 @@ def _launch_blocks(
     clients, samples, height, width, inputs = x.shape
     turned = flags[-1]
     rows = clients * samples * height * width
-    positions, block_n, block_k, warps, stages = _block_tiles(rows, height, width, inputs, outputs, turned)
+    positions, block_n, block_k, warps, stages = block_tiles(rows, height, width, inputs, outputs, turned)
     # The sides of a tile are powers of two; what lies beyond an image is fetched as zeros.
     across = triton.next_power_of_2(width)
     lines = min(triton.next_power_of_2(height), max(1, positions // across))
@@ -472,7 +475,7 @@ def _launch_blocks(
     shape = [block_n, block_k] if turned else [block_k, block_n]
     w_blocks = TensorDescriptor.from_tensor(weight.view(-1, weight.shape[3]), shape)
     tiles = triton.cdiv(samples, images) * triton.cdiv(height, lines)
-    code.convolve_blocks[((outputs // block_n) * tiles, clients)](
+    convolutions.convolve_blocks[((outputs // block_n) * tiles, clients)](
         x_blocks,
         w_blocks,
         *others,
@@ -493,49 +496,6 @@ def _launch_blocks(
     )
 
 
-def _block_tiles(
-    rows: int, height: int, width: int, inputs: int, outputs: int, turned: bool
-) -> tuple[int, int, int, int, int]:
-    """Return positions, outputs and inputs of a tile, warps and pipeline stages, as they were fastest on an H200."""
-    block_n = _divisor(outputs, 128)
-    if block_n <= 64:
-        return 256, block_n, 64, 8, 3
-    if width > 64:  # a tile has a line at least
-        return 128, 128, 64, 8, 3
-    # Where there are fewer tiles than processors, they should be many or quick.
-    tiles, block_k = (rows // 128) * (outputs // block_n), _divisor(inputs, 128)
-    if turned:
-        return _turned_tiles(tiles, rows, height, block_k, outputs % 256 == 0)
-    if tiles <= 64:
-        return 64, 64, block_k, 4, 3
-    return 128, 128, block_k if tiles <= 132 else 64, 8, 3
-
-
-def _turned_tiles(tiles: int, rows: int, height: int, block_k: int, wide: bool) -> tuple[int, int, int, int, int]:
-    if tiles <= 64:
-        return 64, 128, block_k, 4, 3
-    if wide and (tiles <= 132 or 300 < tiles < 1000):
-        return 64, 256, 64, 4, 4
-    if wide and height <= 4 and tiles >= 1000:
-        return 128, 256, 64, 8, 3
-    return (128, 128, 64, 4, 4) if rows < 300_000 or height >= 16 else (128, 128, 64, 8, 3)
-
-
 def _precision(x: Tensor) -> str:
     """Return how products of float32 are made: in three parts, which is as exact as float32 and uses tensor cores."""
     return "tf32x3" if x.dtype == torch.float32 else "tf32"
-
-
-def _divisor(size: int, most: int) -> int:
-    """Return the largest power of two, at most `most`, that divides a multiple of 16."""
-    return min(most, size & -size)
-
-
-def _tiles(rows: int, inputs: int, outputs: int, dtype: Any) -> tuple[int, int, int, int, int]:
-    """Return tile sizes, warps and pipeline stages, as they were fastest on an H200."""
-    if dtype == torch.float32:
-        return 64, _divisor(outputs, 64), _divisor(inputs, 32), 4, 2
-    block_n, block_k = _divisor(outputs, 128), _divisor(inputs, 64)
-    if rows <= 512:  # few rows for each client: smaller tiles fill the device
-        return 64, block_n, block_k, 4, 4
-    return (128, block_n, block_k, 8, 3) if block_n >= 64 else (128, block_n, block_k, 4, 4)

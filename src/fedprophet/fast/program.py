@@ -97,6 +97,10 @@ class Program:
         """Channels, height and width of the feature that the exit reads."""
         return (self.blocks[-1].outputs, *self.sizes[-1]) if self.blocks else self.shape
 
+    def weighted(self, strong_convexity: float) -> float:
+        """Return the weight that the strong-convexity term has here."""
+        return strong_convexity if self.convex else 0.0
+
     @cached_property
     def sizes(self) -> tuple[tuple[int, int], ...]:
         """Height and width of what the first block reads, and of what each block leaves."""

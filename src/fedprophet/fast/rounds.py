@@ -200,12 +200,11 @@ class _Iteration:
         self._targets.copy_(one_hot(plan.labels[plan.rows, self._positions], plan.classes))
         if plan.observes:
             plan.training.observe(plan.folded.prepare(self._clean))
-        if plan.attack is None:
-            self._prepared.copy_(plan.folded.prepare(self._clean))
-            return
-        plan.folded.fold(plan.training.stacks)
-        self._perturbed.copy_(plan.attack.start(self._clean, self._draws))
-        self._prepared.copy_(plan.folded.prepare(self._perturbed))
+        x = self._clean
+        if plan.attack is not None:
+            plan.folded.fold(plan.training.stacks)
+            x = self._perturbed.copy_(plan.attack.start(self._clean, self._draws))
+        self._prepared.copy_(plan.folded.prepare(x))
 
     def _climb(self) -> None:
         plan = self._plan

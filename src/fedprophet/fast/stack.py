@@ -73,7 +73,7 @@ class Network:
 
         The strong-convexity term belongs to auxiliary heads alone. `masked`: where the feature is above 0.
         """
-        weight = strong_convexity if exits.program.convex else 0.0
+        weight = exits.program.weighted(strong_convexity)
         side = exits.program.side or feature.shape[2]
         return self.kernels.average_gradient(gradient, feature, side, weight, masked, out)
 
