@@ -29,7 +29,6 @@ import fedprophet
 from fedprophet.cascade.atoms import chain_of
 from fedprophet.cascade.cost import cost_of
 from fedprophet.cascade.partition import partition
-from fedprophet.client.task import Resources
 from fedprophet.fleet import (
     APPS,
     Availability,
@@ -41,6 +40,7 @@ from fedprophet.fleet import (
     local_time,
     workload_of,
 )
+from fedprophet.messages.task import Resources
 from fedprophet.models import build
 from fedprophet.randomness import numpy_generator
 

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 import torch
 
 import fedprophet
-from fedprophet.bench.machine import processor
+from fedprophet.machine import processor
 
 
 def measured(command: str) -> str:

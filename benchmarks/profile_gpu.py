@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from fedprophet.bench.rounds import Case, Settings, cases_of, start_of
 from fedprophet.bench.synthetic import sizes_of, synthetic
-from fedprophet.client.task import ClientTask, ClientUpdate
+from fedprophet.messages.task import ClientTask, ClientUpdate
 from fedprophet.runs.session import Session, assemble
 from fedprophet.server.coordinator import Engine, hold
 

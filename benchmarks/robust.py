@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from machine import measured
 
-from fedprophet.client.task import ClientTask, ClientUpdate
-from fedprophet.runs.config import parse_config
+from fedprophet.config.config import parse_config
+from fedprophet.messages.task import ClientTask, ClientUpdate
 from fedprophet.runs.results import evaluate
 from fedprophet.runs.session import assemble
 from fedprophet.server.coordinator import Engine, hold

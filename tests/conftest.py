@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedprophet.client.task import ClientTask, ClientUpdate
-from fedprophet.runs.config import Config, parse_config
+from fedprophet.config.config import Config, parse_config
+from fedprophet.messages.task import ClientTask, ClientUpdate
 from fedprophet.runs.session import Session, assemble
 from fedprophet.server.coordinator import Engine, Record, hold
 
@@ -285,7 +285,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Return the time by which the server waits for Flower's nodes."""
     pytest.importorskip("flwr")
     clock = Clock()
-    for module in ("fedprophet.engines.flower", "fedprophet.flower.roster"):
+    for module in ("fedprophet.flower.engine", "fedprophet.flower.node_registry"):
         monkeypatch.setattr(f"{module}.time", clock)
     return clock
 

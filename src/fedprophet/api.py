@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 
 from fedprophet.cascade.atoms import Chain
+from fedprophet.config.config import Config, load_config, parse_config
 from fedprophet.data.dataset import Dataset
 from fedprophet.errors import ConfigError
 from fedprophet.runs import results
-from fedprophet.runs.config import Config, load_config, parse_config
 from fedprophet.runs.evaluation import check_samples, evaluate_run
 from fedprophet.runs.run import Observer, open_to_read, play, reopen, start, write_model
 

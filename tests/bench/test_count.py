@@ -6,7 +6,7 @@ from torch import nn
 from fedprophet.bench.count import task_flops
 from fedprophet.cascade.atoms import chain_of, explicit_chain
 from fedprophet.cascade.cost import cost_of
-from fedprophet.client.task import ClientTask, LocalTraining
+from fedprophet.messages.task import ClientTask, LocalTraining
 from fedprophet.models import build
 from fedprophet.threat import input_threat
 

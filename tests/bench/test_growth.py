@@ -9,7 +9,7 @@ import torch
 from fedprophet.bench import growth
 from fedprophet.bench.growth import PHASES, UNTIMED, GrowthSettings, Phases, TimedRoster, measure_growth
 from fedprophet.bench.synthetic import SIZES, synthetic
-from fedprophet.client.task import ClientTask
+from fedprophet.messages.task import ClientTask
 from fedprophet.runs.session import assemble
 from fedprophet.server.coordinator import hold
 

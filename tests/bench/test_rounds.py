@@ -7,9 +7,9 @@ import torch
 
 from fedprophet.bench import rounds
 from fedprophet.bench.rounds import EVALUATION, PARTS, TRAINING, WARMUP, Case, Stopwatch, cases_of, measure, start_of
-from fedprophet.client.task import ClientTask, ClientUpdate
 from fedprophet.engines import ENGINES
 from fedprophet.errors import ConfigError
+from fedprophet.messages.task import ClientTask, ClientUpdate
 from fedprophet.runs.session import assemble
 from fedprophet.server.coordinator import hold
 
@@ -39,7 +39,7 @@ class Slow:
 @pytest.fixture
 def clock(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("fedprophet.bench.machine.now", lambda: clock[0])
+    monkeypatch.setattr("fedprophet.machine.now", lambda: clock[0])
     return clock
 
 
@@ -182,7 +182,7 @@ def test_real_data_is_left_to_the_configuration(settings):
 
 
 def test_there_is_a_worker_for_each_core_unless_one_says_otherwise(settings, monkeypatch):
-    monkeypatch.setattr("fedprophet.bench.machine.cores", lambda: 7)
+    monkeypatch.setattr("fedprophet.machine.cores", lambda: 7)
     small = rounds.Settings("cifar10-balanced-small")
     assert small.measured("jfat", "workers").threads == 7
     assert small.measured("jfat", "plain").threads == small.config("jfat").threads
@@ -207,8 +207,8 @@ def test_the_plain_loop_is_measured_with_one_thread_as_well(monkeypatch):
 
 def test_the_memory_of_workers_counts(session, clock, monkeypatch):
     asked = []
-    monkeypatch.setattr("fedprophet.bench.machine.forget_peak", asked.append)
-    monkeypatch.setattr("fedprophet.bench.machine.peak_bytes", lambda workers: 10 * sum(workers))
+    monkeypatch.setattr("fedprophet.machine.forget_peak", asked.append)
+    monkeypatch.setattr("fedprophet.machine.peak_bytes", lambda workers: 10 * sum(workers))
     engine = Slow(clock)
     engine.processes = (3, 4)
     watch = Stopwatch(engine, session.world.cost, short=False)

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from fedprophet.bench.synthetic import SIZES, Sizes, sizes_of, synthetic
+from fedprophet.config.config import DataSection
 from fedprophet.data import digits
 from fedprophet.errors import ConfigError
-from fedprophet.runs.config import DataSection
 
 
 def test_they_have_the_shape_and_number_of_the_dataset():

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from fedprophet.cli import out
 from fedprophet.cli.compare import _show
+from fedprophet.config.config import load_config, to_toml
 from fedprophet.report.compare import PAPER_NAMES, compare
-from fedprophet.runs.config import load_config, to_toml
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 from fedprophet.cli.config import config_app
+from fedprophet.config.config import PRESETS, load_config, reference_markdown
 from fedprophet.errors import ConfigError
-from fedprophet.runs.config import PRESETS, load_config, reference_markdown
 
 runner = CliRunner()
 

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from fedprophet import deploy
+from fedprophet.config.config import load_config
 from fedprophet.deploy import control, launch
 from fedprophet.deploy.control import NodeState, RunState
 from fedprophet.deploy.keys import registered_form
 from fedprophet.deploy.pilot import open_pilot, renew
-from fedprophet.runs.config import load_config
-from fedprophet.runs.toml import toml_value
+from fedprophet.settings.toml import toml_value
 
 
 def free_port():

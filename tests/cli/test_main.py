@@ -7,10 +7,10 @@ import pytest
 
 from fedprophet import __version__
 from fedprophet import cli as package
+from fedprophet.config.config import PRESETS
 from fedprophet.errors import ConfigError
 from fedprophet.methods import METHODS
 from fedprophet.models import MODELS
-from fedprophet.runs.config import PRESETS
 from fedprophet.runs.run import RunStoppedError
 from fedprophet.runs.session import assemble
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from safetensors import safe_open
 
-from fedprophet.runs.config import to_toml
+from fedprophet.config.config import to_toml
 from fedprophet.runs.session import assemble
 from fedprophet.sizes import format_size
 

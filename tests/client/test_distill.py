@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from fedprophet.cascade.atoms import explicit_chain
 from fedprophet.client.distill import distill, distillation_losses, predict
 from fedprophet.client.features import FeatureCache
-from fedprophet.client.modules import ModuleStore
+from fedprophet.client.layer_store import ClientStore
 from fedprophet.client.run import Client, run_client
 from fedprophet.client.segment import Segment
-from fedprophet.client.task import SERVER, ClientTask, LocalTraining, Resources, Timeline
 from fedprophet.client.trainer import batches
 from fedprophet.client.workspace import Workspace
 from fedprophet.data.dataset import ClientData, LocalExamples, TensorExamples
-from fedprophet.runs.client_store import ClientStore
+from fedprophet.messages.modules import ModuleStore
+from fedprophet.messages.task import SERVER, ClientTask, LocalTraining, Resources, Timeline
 
 HYPER = LocalTraining(3, 2, learning_rate=0.5, momentum=0.9, weight_decay=0.1, strong_convexity=1.0)
 

@@ -8,12 +8,12 @@ from torch import nn
 
 from fedprophet.cascade.atoms import explicit_chain
 from fedprophet.client.features import FeatureCache
-from fedprophet.client.modules import ModuleStore
+from fedprophet.client.layer_store import ClientStore
 from fedprophet.client.run import Client, run_client
-from fedprophet.client.task import ClientTask, LocalTraining, Resources
 from fedprophet.client.workspace import Workspace
 from fedprophet.data.dataset import ClientData, LocalExamples, TensorExamples
-from fedprophet.runs.client_store import ClientStore
+from fedprophet.messages.modules import ModuleStore
+from fedprophet.messages.task import ClientTask, LocalTraining, Resources
 from fedprophet.server.aggregate import fault
 
 

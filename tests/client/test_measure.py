@@ -13,8 +13,8 @@ from fedprophet.cascade.atoms import explicit_chain
 from fedprophet.client import measure
 from fedprophet.client.measure import evaluate, perturbation_magnitude
 from fedprophet.client.segment import Segment
-from fedprophet.client.task import ClientTask
 from fedprophet.data.dataset import LocalExamples, TensorExamples
+from fedprophet.messages.task import ClientTask
 from fedprophet.threat import feature_threat, input_threat
 
 TASK = ClientTask("measure", 1, 0, seed=0, batch=3)

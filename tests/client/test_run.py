@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from fedprophet.cascade.atoms import explicit_chain
 from fedprophet.cascade.heads import build_head
 from fedprophet.client.features import FeatureCache
-from fedprophet.client.modules import ModuleStore, digest
+from fedprophet.client.layer_store import ClientStore
 from fedprophet.client.run import Client, run_client
-from fedprophet.client.task import ClientTask, FrozenModule, LocalTraining, Resources
 from fedprophet.client.workspace import Workspace
 from fedprophet.data.dataset import ClientData, LocalExamples, TensorExamples
-from fedprophet.runs.client_store import ClientStore
+from fedprophet.messages.modules import ModuleStore, digest
+from fedprophet.messages.task import ClientTask, FrozenModule, LocalTraining, Resources
 from fedprophet.threat import feature_threat, input_threat
 
 HYPER = LocalTraining(2, 5, learning_rate=0.1, momentum=0.9, weight_decay=0.0, strong_convexity=1e-3)

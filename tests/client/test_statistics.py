@@ -10,13 +10,13 @@ from torch import nn
 import fedprophet.client.trainer as trainer
 from fedprophet.cascade.atoms import explicit_chain
 from fedprophet.client.features import FeatureCache
-from fedprophet.client.modules import ModuleStore
+from fedprophet.client.layer_store import ClientStore
 from fedprophet.client.run import Client, run_client
 from fedprophet.client.statistics import ADVERSARIAL, statistics_names
-from fedprophet.client.task import ClientTask, LocalTraining, Resources, Timeline
 from fedprophet.client.workspace import Workspace
 from fedprophet.data.dataset import ClientData, LocalExamples, TensorExamples
-from fedprophet.runs.client_store import ClientStore
+from fedprophet.messages.modules import ModuleStore
+from fedprophet.messages.task import ClientTask, LocalTraining, Resources, Timeline
 from fedprophet.threat import input_threat
 
 MEAN, VAR, COUNT = "all.1.running_mean", "all.1.running_var", "all.1.num_batches_tracked"

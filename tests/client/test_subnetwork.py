@@ -12,14 +12,14 @@ from fedprophet.cascade.atoms import chain_of, explicit_chain
 from fedprophet.cascade.channels import kept_channels, random_channels
 from fedprophet.cascade.narrow import slice_state
 from fedprophet.client.features import FeatureCache
-from fedprophet.client.modules import ModuleStore
+from fedprophet.client.layer_store import ClientStore
 from fedprophet.client.run import Client, run_client
 from fedprophet.client.subnetwork import NarrowLayers, narrowed
-from fedprophet.client.task import ClientTask, LocalTraining, Resources, Timeline
 from fedprophet.client.workspace import Workspace
 from fedprophet.data.dataset import ClientData, LocalExamples, TensorExamples
+from fedprophet.messages.modules import ModuleStore
+from fedprophet.messages.task import ClientTask, LocalTraining, Resources, Timeline
 from fedprophet.models import build
-from fedprophet.runs.client_store import ClientStore
 from fedprophet.threat import input_threat
 
 ONE_STEP = LocalTraining(1, 6, learning_rate=0.1, momentum=0.0, weight_decay=0.0, strong_convexity=0.0)

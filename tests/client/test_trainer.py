@@ -9,8 +9,8 @@ from torch import nn
 from fedprophet.attacks.pgd import pgd
 from fedprophet.cascade.atoms import Chain, explicit_chain
 from fedprophet.client.segment import Segment
-from fedprophet.client.task import ClientTask, LocalTraining
 from fedprophet.client.trainer import batches, perturb, train
+from fedprophet.messages.task import ClientTask, LocalTraining
 from fedprophet.randomness import generator
 from fedprophet.threat import input_threat
 

@@ -12,6 +12,7 @@ from flwr.cli.config_utils import load_and_validate
 from flwr.cli.flower_config import read_superlink_connection
 from flwr.superlink.cli.flower_superlink import _parse_args_run_superlink
 
+from fedprophet.config.config import load_config
 from fedprophet.deploy import DeployError, page
 from fedprophet.deploy import pilot as pilots
 from fedprophet.deploy.certificates import make_authority
@@ -33,7 +34,6 @@ from fedprophet.deploy.pilot import (
     write_connection,
 )
 from fedprophet.errors import ConfigError
-from fedprophet.runs.config import load_config
 
 
 @pytest.fixture

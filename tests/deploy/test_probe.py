@@ -6,10 +6,10 @@ import time
 import pytest
 import torch
 
-from fedprophet.client.task import Resources
 from fedprophet.deploy import probe
 from fedprophet.deploy.probe import available_memory, flop_rate, machine_resources, storage_rate
 from fedprophet.errors import CheckpointError
+from fedprophet.messages.task import Resources
 
 MB = 10**6
 V2 = "30 23 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"

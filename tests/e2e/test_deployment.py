@@ -25,13 +25,13 @@ from safetensors.torch import load_file
 pytest.importorskip("flwr")
 
 from fedprophet.client.run import Client
-from fedprophet.client.task import SERVER, Resources
+from fedprophet.config.config import load_config
 from fedprophet.deploy import OFFLINE
 from fedprophet.deploy.keys import make_key_pair
 from fedprophet.deploy.pilot import open_pilot
 from fedprophet.deploy.status import pilot_status
-from fedprophet.engines.embedded import EmbeddedEngine
-from fedprophet.runs.config import load_config
+from fedprophet.engines.plain import EmbeddedEngine
+from fedprophet.messages.task import SERVER, Resources
 from fedprophet.runs.run import play, start
 from fedprophet.runs.session import assemble
 

@@ -8,7 +8,7 @@ import time
 import pytest
 from safetensors.torch import load_file
 
-from fedprophet.runs.config import PRESETS, load_config
+from fedprophet.config.config import PRESETS, load_config
 from fedprophet.runs.run import play, start
 
 MEASURE = """

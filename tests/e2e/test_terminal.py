@@ -13,7 +13,7 @@ import threading
 
 import pytest
 
-from fedprophet.cli.progress import WORK_NAMES
+from fedprophet.display.progress import WORK_NAMES
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedprophet.client.task import ClientTask, ClientUpdate, Resources
 from fedprophet.engines.stacked import Limits, StackedEngine
 from fedprophet.fast.kernels import TorchKernels
 from fedprophet.fast.rounds import Backend, TrainingPlan, uncaptured
+from fedprophet.messages.task import ClientTask, ClientUpdate, Resources
 from fedprophet.runs.session import Session, assemble
 from fedprophet.server.coordinator import Engine
 

@@ -8,8 +8,8 @@ from types import MappingProxyType
 import pytest
 import torch
 
-from fedprophet.client.task import ClientTask, FrozenModule
 from fedprophet.engines.channel import Channel, ClosedError
+from fedprophet.messages.task import ClientTask, FrozenModule
 from fedprophet.threat import input_threat
 
 TENSORS = {

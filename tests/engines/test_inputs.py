@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from fedprophet.client.task import ClientTask
 from fedprophet.engines.inputs import Resident, evaluated_positions
+from fedprophet.messages.task import ClientTask
 
 
 def test_which_samples_are_evaluated():

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from fedprophet.cascade.atoms import explicit_chain
-from fedprophet.client.task import SERVER
 from fedprophet.data.dataset import from_tensors
 from fedprophet.fast.kernels import TorchKernels
+from fedprophet.messages.task import SERVER
 from fedprophet.methods import METHODS
 from fedprophet.models.normalize import Normalize
 from fedprophet.runs.session import assemble

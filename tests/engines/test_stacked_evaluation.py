@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from fedprophet.client.task import SERVER
 from fedprophet.engines import stacked as stacked_module
 from fedprophet.engines.stacked import StackedEngine
 from fedprophet.fast.kernels import TorchKernels
+from fedprophet.messages.task import SERVER
 from fedprophet.threat import ThreatModel
 
 

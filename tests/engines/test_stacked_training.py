@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fedprophet.client.task import ClientTask
 from fedprophet.engines.stacked import _sizes
 from fedprophet.fast.kernels import TorchKernels
+from fedprophet.messages.task import ClientTask
 from fedprophet.threat import ThreatModel
 
 

@@ -15,14 +15,15 @@ import pytest
 import torch
 
 from fedprophet import engines
-from fedprophet.client.task import SERVER, ClientTask
+from fedprophet.config.config import parse_config
+from fedprophet.engines.cpu_plan import fast_plan
 from fedprophet.engines.workers import WorkerEngine, WorkerError, _Queues, _shared
 from fedprophet.errors import ModelError, TrainingError
+from fedprophet.messages.codec import pack
+from fedprophet.messages.task import SERVER, ClientTask
 from fedprophet.runs import session as sessions
-from fedprophet.runs.config import parse_config
 from fedprophet.runs.run import RunFiles, RunStoppedError, Silent, play, reopen, start
 from fedprophet.runs.session import assemble
-from fedprophet.runs.state import pack
 
 WORKERS = {"engine": "workers", "threads": 2}
 METHODS = {
@@ -97,7 +98,7 @@ def wait_until(true: Callable[[], bool], seconds: float = PATIENCE) -> None:
 def by_the_same_plan(engine):
     """Let the plain engine compute as workers do."""
     for workspace in engine._workspaces.values():
-        workspace.speed_up()
+        workspace.run_by(fast_plan)
     return engine
 
 

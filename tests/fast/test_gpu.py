@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from fedprophet.attacks.pgd import pgd
-from fedprophet.client.task import LocalTraining
 from fedprophet.fast.draws import Draws
 from fedprophet.fast.folded import Folded
 from fedprophet.fast.kernels import Ball, Norm, Scaling, Statistics, TorchKernels
 from fedprophet.fast.rounds import Backend, TrainingPlan, uncaptured
 from fedprophet.fast.training import Training
+from fedprophet.messages.task import LocalTraining
 from fedprophet.randomness import generator
 from fedprophet.threat import ThreatModel
 

@@ -11,7 +11,6 @@ from fedprophet.cascade.atoms import Chain, chain_of
 from fedprophet.cascade.channels import Channels, channels_of, kept_channels, random_channels
 from fedprophet.cascade.narrow import narrow_chain
 from fedprophet.client.segment import Segment
-from fedprophet.client.task import ClientTask, LocalTraining
 from fedprophet.client.trainer import batches, train
 from fedprophet.fast.folded import Folded
 from fedprophet.fast.kernels import TorchKernels, gathered
@@ -31,6 +30,7 @@ from fedprophet.fast.narrow import (
 from fedprophet.fast.program import Block, Convolution, Ladder, Program
 from fedprophet.fast.reading import read_program
 from fedprophet.fast.rounds import Backend, TrainingPlan, uncaptured
+from fedprophet.messages.task import ClientTask, LocalTraining
 from fedprophet.models.normalize import Normalize
 
 CPU = torch.device("cpu")

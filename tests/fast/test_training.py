@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fedprophet.client.task import ClientTask, LocalTraining
 from fedprophet.client.trainer import batches, train
 from fedprophet.fast.draws import Draws
 from fedprophet.fast.folded import Folded
@@ -14,6 +13,7 @@ from fedprophet.fast.layout import Layout
 from fedprophet.fast.program import Ladder
 from fedprophet.fast.rounds import Backend, Evaluation, TrainingPlan, one_hot, uncaptured
 from fedprophet.fast.training import Training
+from fedprophet.messages.task import ClientTask, LocalTraining
 from fedprophet.threat import ThreatModel, input_threat
 
 CPU = torch.device("cpu")

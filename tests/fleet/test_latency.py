@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from fedprophet.cascade.atoms import chain_of
 from fedprophet.cascade.cost import AtomCost, ChainCost, cost_of
-from fedprophet.client.task import ClientTask, Resources
 from fedprophet.client.trainer import batches as trained_batches
 from fedprophet.errors import ConfigError
 from fedprophet.fleet.latency import Workload, batch_sizes, client_seconds, local_time, workload_of
 from fedprophet.fleet.network import Link
+from fedprophet.messages.task import ClientTask, Resources
 from fedprophet.models import build
 
 # 1000 parameters, 4000 activation elements (so 28,000 bytes to train, 20,000 to attack), 8 samples of 50 elements.

@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 import torch
 
-from fedprophet.client.task import SERVER
 from fedprophet.data import ShardSettings, from_tensors, load
 from fedprophet.data.dataset import Dataset, TensorExamples
 from fedprophet.errors import ConfigError
 from fedprophet.fleet import Availability, Population, load_pool, population
+from fedprophet.messages.task import SERVER
 
 POOL = load_pool("small")
 TRAIN = 100

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedprophet.client.modules import digest
 from fedprophet.errors import CheckpointError
 from fedprophet.flower.cache import ModuleCache
 from fedprophet.flower.protocol import ProtocolError
-from fedprophet.runs.files import tensors_to_bytes
+from fedprophet.messages.modules import digest
+from fedprophet.storage.files import tensors_to_bytes
 
 MANY = 10**9
 
@@ -318,7 +318,7 @@ PROGRAM = """
 import json, random, sys
 from pathlib import Path
 import torch
-from fedprophet.client.modules import digest
+from fedprophet.messages.modules import digest
 from fedprophet.flower.cache import ModuleCache
 
 torch.set_num_threads(1)

@@ -16,8 +16,8 @@ import torch
 if importlib.util.find_spec("ray") is None:  # importing it here would let it read its settings too early
     pytest.skip("Flower's simulation is not installed", allow_module_level=True)
 
+from fedprophet.config.config import to_toml
 from fedprophet.deploy import environment
-from fedprophet.runs.config import to_toml
 from fedprophet.runs.journal import Journal
 from fedprophet.runs.run import play, start
 

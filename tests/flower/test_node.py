@@ -14,14 +14,13 @@ pytest.importorskip("flwr")
 
 from flwr.app import ConfigRecord, RecordDict
 
-from fedprophet.client.modules import digest
-from fedprophet.client.task import ClientTask, ClientUpdate, FrozenModule, LocalTraining, Resources
+from fedprophet.client.layer_store import ClientStore
 from fedprophet.data.dataset import JoinedExamples
-from fedprophet.deploy import probe
 from fedprophet.engines import Parts
-from fedprophet.engines.embedded import EmbeddedEngine
+from fedprophet.engines.plain import EmbeddedEngine
 from fedprophet.errors import ConfigError
-from fedprophet.flower import node
+from fedprophet.flower import node, probe
+from fedprophet.flower.manifest import Terms
 from fedprophet.flower.node import Place, answer
 from fedprophet.flower.protocol import (
     PROTOCOL,
@@ -33,10 +32,10 @@ from fedprophet.flower.protocol import (
     unpack_answer,
     wire_bytes,
 )
-from fedprophet.flower.terms import Terms
-from fedprophet.runs.client_store import ClientStore
-from fedprophet.runs.files import tensors_to_bytes
+from fedprophet.messages.modules import digest
+from fedprophet.messages.task import ClientTask, ClientUpdate, FrozenModule, LocalTraining, Resources
 from fedprophet.runs.session import assemble
+from fedprophet.storage.files import tensors_to_bytes
 
 RUN = "feedbeef"
 # One thread, as the fixture gives the plain engine: the bits of a sum depend on how many share it.

@@ -18,14 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedprophet.client.task import (
-    ClientTask,
-    ClientUpdate,
-    FrozenModule,
-    LocalTraining,
-    Resources,
-    Timeline,
-)
 from fedprophet.errors import FedProphetError
 from fedprophet.flower import protocol
 from fedprophet.flower.protocol import (
@@ -45,6 +37,14 @@ from fedprophet.flower.protocol import (
     unpack_answer,
     unpack_task,
     wire_bytes,
+)
+from fedprophet.messages.task import (
+    ClientTask,
+    ClientUpdate,
+    FrozenModule,
+    LocalTraining,
+    Resources,
+    Timeline,
 )
 from fedprophet.threat import ThreatModel
 from fedprophet.version import __version__

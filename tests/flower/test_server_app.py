@@ -16,16 +16,16 @@ pytest.importorskip("flwr")
 from flwr.app import RecordDict
 from flwr.proto.node_pb2 import NodeInfo
 
+from fedprophet.config.config import load_config, to_toml
 from fedprophet.data import load
 from fedprophet.deploy import DeployError
 from fedprophet.deploy.keys import REGISTERED, make_key_pair, registered_form
-from fedprophet.engines.flower import engine_of_devices
 from fedprophet.errors import CheckpointError, ConfigError, TrainingError
 from fedprophet.flower import server_app
+from fedprophet.flower.engine import engine_of_devices
 from fedprophet.flower.node import answer
 from fedprophet.flower.protocol import is_hello
 from fedprophet.flower.server_app import engine_on, expect_nodes, main, open_run, owners_on
-from fedprophet.runs.config import load_config, to_toml
 from fedprophet.runs.journal import Journal
 from fedprophet.runs.run import RunFiles, Silent, play, reopen
 from fedprophet.runs.session import assemble

@@ -21,12 +21,12 @@ import torch
 if importlib.util.find_spec("ray") is None:  # importing it here would let it read its settings too early
     pytest.skip("Flower's simulation is not installed", allow_module_level=True)
 
-from fedprophet.client.task import SERVER, ClientTask
 from fedprophet.data import load
 from fedprophet.errors import ConfigError, TrainingError
 from fedprophet.flower import simulation, stay_offline
 from fedprophet.flower.server_app import engine_on
 from fedprophet.flower.simulation import Simulation
+from fedprophet.messages.task import SERVER, ClientTask
 from fedprophet.runs.journal import Journal
 from fedprophet.runs.run import RunStoppedError, Silent, play, reopen, start
 from fedprophet.runs.session import assemble

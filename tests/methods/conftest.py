@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from fedprophet.client.task import ClientTask, ClientUpdate, Resources
+from fedprophet.config.config import Config
 from fedprophet.data.dataset import from_tensors
-from fedprophet.runs.config import Config
+from fedprophet.messages.codec import pack, unpack
+from fedprophet.messages.task import ClientTask, ClientUpdate, Resources
 from fedprophet.runs.session import Session, assemble
-from fedprophet.runs.state import pack, unpack
 from fedprophet.server.coordinator import Record, hold
 
 DEVICE = '[[device]]\nname = "{name}"\nperformance = "1 GFLOPS"\nmemory = {memory}\nbandwidth = "10MB/s"\n'

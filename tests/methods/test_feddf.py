@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from fedprophet import models
-from fedprophet.client.task import BACKBONE, SERVER, ClientTask, ClientUpdate
+from fedprophet.config.config import Config
+from fedprophet.messages.codec import pack, unpack
+from fedprophet.messages.task import BACKBONE, SERVER, ClientTask, ClientUpdate
 from fedprophet.methods.feddf import mean_prediction
 from fedprophet.methods.jfat import JointTraining
 from fedprophet.models.normalize import Normalize
-from fedprophet.runs.config import Config
 from fedprophet.runs.results import evaluate, exported_model
 from fedprophet.runs.session import assemble
-from fedprophet.runs.state import pack, unpack
 from fedprophet.server.coordinator import hold
 
 SMALLEST, MIDDLE, LARGEST = "vgg-small-3", "vgg-small-5", BACKBONE

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from fedprophet import models
 from fedprophet.cascade.atoms import chain_of
-from fedprophet.client.task import BACKBONE, SERVER, ClientTask, ClientUpdate
 from fedprophet.errors import ConfigError
+from fedprophet.messages.codec import pack, unpack
+from fedprophet.messages.task import BACKBONE, SERVER, ClientTask, ClientUpdate
 from fedprophet.methods.fedet import consensus, last_layer
 from fedprophet.runs.results import exported_model
 from fedprophet.runs.session import assemble
-from fedprophet.runs.state import pack, unpack
 from fedprophet.server.coordinator import hold
 
 SMALLEST, MIDDLE, LARGEST = "vgg-small-3", "vgg-small-5", BACKBONE

@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from fedprophet.client.task import LocalTraining
 from fedprophet.errors import TrainingError
+from fedprophet.messages.task import LocalTraining
 from fedprophet.threat import feature_threat, input_threat
 
 WARMUP, GATE, PATIENCE, ROUNDS = 1, 1, 2, 6

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from fedprophet.client.statistics import ADVERSARIAL
-from fedprophet.client.task import SERVER, Resources
 from fedprophet.data.dataset import from_tensors
 from fedprophet.errors import ModelError
 from fedprophet.fleet.network import Link, draw_link
+from fedprophet.messages.task import SERVER, Resources
 from fedprophet.methods import base
 from fedprophet.methods.fedrbn import propagate, similarity
 from fedprophet.runs.results import Evaluator, exported_model

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fedprophet.client.task import SERVER, Resources
 from fedprophet.errors import TrainingError
+from fedprophet.messages.codec import pack, unpack
+from fedprophet.messages.task import SERVER, Resources
 from fedprophet.methods import METHODS
 from fedprophet.runs.journal import encode
-from fedprophet.runs.state import pack, unpack
 
 PHASES = ("report", "train", "evaluate", "measure", "predict", "distill", "adopt")
 SETTINGS = {

@@ -11,8 +11,8 @@ from torch import nn
 import fedprophet
 from fedprophet.cascade.atoms import chain_of
 from fedprophet.cascade.cost import cost_of
-from fedprophet.client.task import ClientUpdate, Resources
 from fedprophet.errors import ModelError
+from fedprophet.messages.task import ClientUpdate, Resources
 from fedprophet.models import build
 from fedprophet.runs.run import start
 from fedprophet.runs.session import assemble

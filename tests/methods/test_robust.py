@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fedprophet.config.config import parse_config
 from fedprophet.methods import METHODS
-from fedprophet.runs.config import parse_config
 from fedprophet.runs.results import evaluate
 from fedprophet.runs.session import assemble
 from fedprophet.server.coordinator import hold

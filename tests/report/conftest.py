@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fedprophet.runs.config import load_config, to_toml
+from fedprophet.config.config import load_config, to_toml
 
 Client = tuple[float, ...]
 """Computation, access and communication in seconds, and bytes of memory where the journal has them."""

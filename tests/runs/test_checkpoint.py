@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from torch import Tensor
 
+from fedprophet.config.config import Config, parse_config
 from fedprophet.errors import CheckpointError
+from fedprophet.messages.codec import StateMisfitError
 from fedprophet.runs.checkpoint import Checkpoints, pack, unpack, write_atomic
-from fedprophet.runs.config import Config, parse_config
-from fedprophet.runs.files import tensors_from_bytes, tensors_to_bytes
-from fedprophet.runs.state import StateMisfitError
+from fedprophet.storage.files import tensors_from_bytes, tensors_to_bytes
 
 CONFIG = Config()
 
@@ -562,7 +562,7 @@ def test_a_real_limit_on_the_size_of_files(tmp_path: Path) -> None:
         from torch import Tensor
         from fedprophet.errors import CheckpointError
         from fedprophet.runs.checkpoint import Checkpoints
-        from fedprophet.runs.config import Config
+        from fedprophet.config.config import Config
 
         @dataclass(frozen=True)
         class State:

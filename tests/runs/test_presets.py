@@ -11,10 +11,10 @@ import torch
 from fedprophet.cascade.atoms import chain_of
 from fedprophet.cascade.cost import cost_of
 from fedprophet.cascade.partition import partition
+from fedprophet.config.config import PRESETS, load_config
 from fedprophet.fleet.device import load_pool
 from fedprophet.methods import METHODS
 from fedprophet.models import build
-from fedprophet.runs.config import PRESETS, load_config
 from fedprophet.runs.session import Session, assemble
 from fedprophet.server.coordinator import hold
 from fedprophet.sizes import parse_budget

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fedprophet.client.task import SERVER, ClientTask, ClientUpdate
 from fedprophet.errors import ConfigError
 from fedprophet.fleet.latency import batch_sizes, client_seconds, workload_of
 from fedprophet.fleet.network import draw_link, payload_bytes
+from fedprophet.messages.task import SERVER, ClientTask, ClientUpdate
 from fedprophet.runs.results import (
     Evaluator,
     Watched,

@@ -16,11 +16,11 @@ from torch import nn
 
 from fedprophet.cascade.atoms import chain_of
 from fedprophet.engines import make_engine
-from fedprophet.engines.embedded import EmbeddedEngine
+from fedprophet.engines.plain import EmbeddedEngine
 from fedprophet.errors import CheckpointError, ConfigError, TrainingError
-from fedprophet.runs.files import how_to_resume
 from fedprophet.runs.journal import Journal
 from fedprophet.runs.run import RunFiles, RunStoppedError, Silent, open_to_read, play, reopen, start
+from fedprophet.storage.files import how_to_resume
 
 # Two modules, four rounds, as little work as possible.
 SMALL = {"rounds": 2, "memory.budget": "60%", "train.iterations": 1, "attack.steps": 1, "attack.feature_steps": 1}

@@ -6,9 +6,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from fedprophet.cascade.atoms import chain_of
-from fedprophet.client.task import BACKBONE, SERVER
 from fedprophet.data.dataset import from_tensors
 from fedprophet.errors import ConfigError, ModelError
+from fedprophet.messages.task import BACKBONE, SERVER
 from fedprophet.models import build
 from fedprophet.runs.session import assemble
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from fedprophet.client.task import ClientUpdate
+from fedprophet.messages.task import ClientUpdate
 from fedprophet.server.accuracy import evaluation_fault, personalised, personalised_estimate, pooled_estimate, wilson
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedprophet.client.task import ClientTask, ClientUpdate
+from fedprophet.messages.task import ClientTask, ClientUpdate
 from fedprophet.server.aggregate import fault, mean_metric, partial_average, sift
 
 

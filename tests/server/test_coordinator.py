@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from fedprophet.client.task import SERVER, ClientTask, ClientUpdate
+from fedprophet.messages.task import SERVER, ClientTask, ClientUpdate
 from fedprophet.server.coordinator import hold
 
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedprophet.runs.config import AggregateSection
+from fedprophet.config.config import AggregateSection
 from fedprophet.server.aggregate import partial_average
 from fedprophet.server.robust import RULES, Rule, clip, mean, median, trimmed_mean
 

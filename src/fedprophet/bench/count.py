@@ -8,8 +8,8 @@ the attacked one.
 """
 
 from fedprophet.cascade.cost import ChainCost
-from fedprophet.client.task import ClientTask
 from fedprophet.fleet.latency import batch_sizes
+from fedprophet.messages.task import ClientTask
 
 PER_MULTIPLY_ACCUMULATE = 2
 ATTACK_STEP, TRAINING_STEP, ANSWER = 2, 3, 1

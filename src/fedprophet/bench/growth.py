@@ -19,19 +19,19 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from fedprophet.bench import machine
+from fedprophet import machine
 from fedprophet.bench.report import Document, TextTable, processor_line, short
 from fedprophet.bench.synthetic import Sizes, sizes_of, synthetic
+from fedprophet.client.layer_store import ClientStore
 from fedprophet.client.run import shard_weight
-from fedprophet.client.task import BACKBONE, ClientTask, ClientUpdate, Timeline
 from fedprophet.client.workspace import Workspace
+from fedprophet.config.config import Config, load_config
 from fedprophet.data.dataset import Dataset
-from fedprophet.engines.embedded import EmbeddedEngine
+from fedprophet.engines.plain import EmbeddedEngine
 from fedprophet.fleet.population import Population
+from fedprophet.messages.task import BACKBONE, ClientTask, ClientUpdate, Timeline
 from fedprophet.methods import find_method
 from fedprophet.runs.checkpoint import Checkpoints
-from fedprophet.runs.client_store import ClientStore
-from fedprophet.runs.config import Config, load_config
 from fedprophet.runs.journal import Journal
 from fedprophet.runs.results import average_local
 from fedprophet.runs.session import Session, assemble

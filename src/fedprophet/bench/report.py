@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from fedprophet.bench import count
 from fedprophet.bench.rounds import CUDA, EVALUATION, PARTS, PLAIN_SIDES, TRAINING, WARMUP, Measured, Sample, Settings
+from fedprophet.config.config import Config
 from fedprophet.durations import clock
 from fedprophet.engines import cores
-from fedprophet.runs.config import Config
 from fedprophet.sizes import format_size
 
 NONE = "–"

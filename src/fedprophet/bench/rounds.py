@@ -12,17 +12,17 @@ from typing import Any
 
 import torch
 
-from fedprophet.bench import machine
+from fedprophet import machine
 from fedprophet.bench.count import task_flops
 from fedprophet.bench.synthetic import sizes_of, synthetic
 from fedprophet.cascade.cost import ChainCost
-from fedprophet.client.task import ClientTask, ClientUpdate
+from fedprophet.config.config import Config, load_config
 from fedprophet.data.dataset import Dataset
 from fedprophet.engines import ENGINES
 from fedprophet.errors import ConfigError, unknown
+from fedprophet.messages.task import ClientTask, ClientUpdate
 from fedprophet.methods.base import named
 from fedprophet.methods.fedprophet import CascadeState, FedProphet, Fixed
-from fedprophet.runs.config import Config, load_config
 from fedprophet.runs.session import Session, assemble
 from fedprophet.server.coordinator import Engine, hold
 from fedprophet.server.perturbation import Perturbation

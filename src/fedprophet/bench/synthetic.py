@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from fedprophet.config.config import DataSection
 from fedprophet.data.dataset import Dataset, from_examples
 from fedprophet.errors import ConfigError
 from fedprophet.randomness import generator
-from fedprophet.runs.config import DataSection
 
 POOL_BYTES = 16 * 2**20
 """So much of images is drawn; a set has them again and again, which no engine notices."""

@@ -168,6 +168,16 @@ class Chain:
         with flags(self._members[key], training):
             yield
 
+    def take(self, x: Tensor) -> Tensor:
+        """Return a batch as this chain reads it: on its device. A plan may ask for another memory format."""
+        return x.to(self.device)
+
+    @contextmanager
+    def still(self, first: int, last: int | None) -> Iterator[None]:
+        """Set atoms to evaluation mode within a `with` block in which no parameter changes."""
+        with self.mode(first, last, training=False):
+            yield
+
     def _range(self, first: int, last: int | None) -> slice:
         end = len(self.atoms) if last is None else last
         if not 0 <= first <= end <= len(self.atoms):

@@ -16,9 +16,9 @@ from fedprophet.cli.data import data_app
 from fedprophet.cli.deploy import deploy_app
 from fedprophet.cli.evaluate import evaluate_command, export_command
 from fedprophet.cli.fleet import fleet_app
+from fedprophet.cli.help_text import make_plain
 from fedprophet.cli.latency import latency_command
 from fedprophet.cli.partition import partition_command
-from fedprophet.cli.plain import make_plain
 from fedprophet.cli.train import train_command
 from fedprophet.errors import FedProphetError
 from fedprophet.methods import METHODS

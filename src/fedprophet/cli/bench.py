@@ -12,11 +12,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fedprophet.bench import growth, machine, report, rounds
+from fedprophet import machine
+from fedprophet.bench import growth, report, rounds
 from fedprophet.bench.report import Document, TextTable
 from fedprophet.cli.out import open_folder
 from fedprophet.errors import ConfigError, unknown
-from fedprophet.runs.files import write_atomic_all
+from fedprophet.storage.files import write_atomic_all
 
 PRESET, SMALL = "cifar10-balanced", "cifar10-balanced-small"
 ALL = ",".join(rounds.METHODS)

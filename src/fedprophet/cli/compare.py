@@ -16,7 +16,7 @@ from fedprophet.report.compare import Comparison, compare
 from fedprophet.report.figures import check_plots, comparison_png
 from fedprophet.report.notes import reading, setting_notes
 from fedprophet.report.tables import TextTable, csv_text, document, markdown, run_lines, text_tables, wire_csv
-from fedprophet.runs.files import write_atomic_all
+from fedprophet.storage.files import write_atomic_all
 
 STEM = "comparison"
 WIRE = "wire.csv"

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from fedprophet.runs.config import PRESETS, load_config, reference_markdown, to_toml
+from fedprophet.config.config import PRESETS, load_config, reference_markdown, to_toml
 
 config_app = typer.Typer(help="Look at configurations: every key, its value and its meaning.", no_args_is_help=True)
 

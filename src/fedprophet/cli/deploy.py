@@ -15,8 +15,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from fedprophet.cli.progress import closing_table
 from fedprophet.deploy import DeployError, environment, require_flower
+from fedprophet.display.progress import closing_table
 from fedprophet.errors import ConfigError
 from fedprophet.sizes import format_count, format_size
 
@@ -147,10 +147,10 @@ def run(
       fedprophet deploy run pilot --resume    (after the server went down)
     """
     require_flower()
+    from fedprophet.config.config import load_config
     from fedprophet.deploy import launch
     from fedprophet.deploy.control import connected
     from fedprophet.deploy.pilot import check_names
-    from fedprophet.runs.config import load_config
 
     # A polite kill is a Ctrl-C: the program that shows the lines ends too.
     signal.signal(signal.SIGTERM, signal.default_int_handler)

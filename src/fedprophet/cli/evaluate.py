@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from fedprophet.cli.progress import percent, say, show_accuracies
+from fedprophet.display.progress import percent, say, show_accuracies
 from fedprophet.errors import ConfigError
 from fedprophet.runs.evaluation import Check, Evaluation, can_keep, check_samples, evaluate_run
 from fedprophet.runs.results import Watch, allowed_attacks, attack_label, parse_attacks

@@ -11,9 +11,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from fedprophet.client.task import Resources
 from fedprophet.fleet.availability import SHARES, Availability, device_probabilities, draw_device
 from fedprophet.fleet.device import POOLS, Device, Pool, load_pool, pool_text
+from fedprophet.messages.task import Resources
 from fedprophet.sizes import format_count, format_size, parse_size
 
 fleet_app = typer.Typer(

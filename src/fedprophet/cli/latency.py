@@ -11,10 +11,10 @@ from rich.table import Table
 
 from fedprophet.cascade.atoms import chain_of
 from fedprophet.cascade.cost import COPIES, cost_of
-from fedprophet.client.task import Resources
 from fedprophet.errors import ConfigError, unknown
 from fedprophet.fleet.device import parse_bandwidth, parse_memory, parse_performance
 from fedprophet.fleet.latency import Time, Workload, local_time, workload_of
+from fedprophet.messages.task import Resources
 from fedprophet.models import MODELS, build
 from fedprophet.sizes import format_size, parse_shape
 

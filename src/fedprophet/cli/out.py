@@ -4,7 +4,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from fedprophet.errors import ConfigError
-from fedprophet.runs.files import make_folder
+from fedprophet.storage.files import make_folder
 
 
 def open_folder(folder: Path) -> None:

@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from fedprophet.cli.progress import closing_table, observer_for
+from fedprophet.config.config import load_config
+from fedprophet.display.progress import closing_table, observer_for
 from fedprophet.errors import ConfigError
-from fedprophet.runs.config import load_config
 from fedprophet.runs.run import Run, play, reopen, start
 
 

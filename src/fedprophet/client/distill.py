@@ -5,9 +5,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedprophet.client.segment import Segment
-from fedprophet.client.task import ClientTask
 from fedprophet.client.trainer import descend
 from fedprophet.data.dataset import LocalExamples
+from fedprophet.messages.task import ClientTask
 from fedprophet.randomness import key, seed_global
 
 

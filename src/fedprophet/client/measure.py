@@ -8,8 +8,8 @@ from torch import Tensor
 from fedprophet.attacks import ATTACKS
 from fedprophet.attacks.pgd import pgd
 from fedprophet.client.segment import Segment
-from fedprophet.client.task import ClientTask
 from fedprophet.data.dataset import LocalExamples
+from fedprophet.messages.task import ClientTask
 from fedprophet.randomness import generator, key
 
 

@@ -10,14 +10,14 @@ from torch import Tensor
 from fedprophet.cascade.heads import build_head
 from fedprophet.client.distill import distill, predict
 from fedprophet.client.measure import evaluate, perturbation_magnitude
-from fedprophet.client.modules import digest
 from fedprophet.client.segment import Segment
 from fedprophet.client.statistics import TwoSets
 from fedprophet.client.subnetwork import narrowed
-from fedprophet.client.task import ClientTask, ClientUpdate, Resources, TaskKind
 from fedprophet.client.trainer import train
 from fedprophet.client.workspace import Workspace
 from fedprophet.data.dataset import ClientData
+from fedprophet.messages.modules import digest
+from fedprophet.messages.task import ClientTask, ClientUpdate, Resources, TaskKind
 from fedprophet.randomness import global_rng
 
 

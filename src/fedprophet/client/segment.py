@@ -1,7 +1,6 @@
 """The part of a chain that one task is about: some atoms in a row and the exit behind them."""
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch.nn.functional as F
@@ -9,22 +8,16 @@ from torch import Tensor, nn
 
 from fedprophet.cascade.atoms import Chain
 from fedprophet.cascade.heads import Head
-from fedprophet.client.folding import held
-from fedprophet.client.plan import AS_WRITTEN, Layout, lay_out
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Atoms `first` … `last` − 1 and an exit: an auxiliary head, or None for the backbone's own classifier.
-
-    `layout` is how the batches should lie that it is given.
-    """
+    """Atoms `first` … `last` − 1 and an exit: an auxiliary head, or None for the backbone's own classifier."""
 
     chain: Chain
     first: int
     last: int
     head: Head | None
-    layout: Layout = AS_WRITTEN
 
     def features(self, x: Tensor) -> Tensor:
         """Return z_m, what the last atom gives out."""
@@ -57,12 +50,10 @@ class Segment:
         """Set the atoms to training or evaluation mode within a `with` block; the flags found come back after it."""
         return self.chain.mode(self.first, self.last, training)
 
-    @contextmanager
-    def still(self) -> Iterator[None]:
+    def still(self) -> AbstractContextManager[None]:
         """Set evaluation mode within a `with` block in which nothing is trained: for attacks and evaluation."""
-        with self.mode(training=False), held(self.chain, self.first, self.last):
-            yield
+        return self.chain.still(self.first, self.last)
 
     def take(self, x: Tensor) -> Tensor:
-        """Return a batch on the segment's device, in its layout."""
-        return lay_out(x.to(self.chain.device), self.layout)
+        """Return a batch as the chain reads it."""
+        return self.chain.take(x)

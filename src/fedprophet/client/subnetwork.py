@@ -7,8 +7,8 @@ from torch import Tensor
 
 from fedprophet.cascade.channels import Channels, Kept
 from fedprophet.cascade.narrow import merge_local, narrow_chain, slice_state
-from fedprophet.client.task import Timeline
 from fedprophet.client.workspace import LocalLayers, Workspace
+from fedprophet.messages.task import Timeline
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,5 @@ def narrowed(workspace: Workspace, kept: Kept) -> Workspace:
     chain.load(slice_state(channels, kept, workspace.initial))
     layers = NarrowLayers(workspace.layers, channels, kept, workspace.initial)
     narrow = Workspace(chain, workspace.input_shape, workspace.classes, workspace.modules, layers, workspace.features)
-    if workspace.is_fast:
-        narrow.speed_up()
+    narrow.run_by(workspace.plan)
     return narrow

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fedprophet.attacks.pgd import pgd
 from fedprophet.client.segment import Segment
-from fedprophet.client.task import ClientTask, LocalTraining
+from fedprophet.messages.task import ClientTask, LocalTraining
 from fedprophet.randomness import generator, key, seed_global
 
 

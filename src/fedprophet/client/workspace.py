@@ -1,6 +1,6 @@
 """What a client works with: a chain that tasks are loaded into, and what it has at hand beside it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
@@ -12,14 +12,21 @@ from fedprophet.cascade.atoms import Chain
 from fedprophet.cascade.channels import Channels, channels_of
 from fedprophet.cascade.heads import Head
 from fedprophet.client.features import FeatureCache
-from fedprophet.client.modules import ModuleStore
-from fedprophet.client.plan import AS_WRITTEN, Layout, lay_out_weights, layout_of, planned
 from fedprophet.client.segment import Segment
-from fedprophet.client.task import ClientTask, Timeline
+from fedprophet.messages.modules import ModuleStore
+from fedprophet.messages.task import ClientTask, Timeline
+
+Plan = Callable[[Chain], Chain]
+"""Returns a chain that computes the same as the one given, in another way."""
+
+
+def as_written(chain: Chain) -> Chain:
+    """Compute as the model is written."""
+    return chain
 
 
 class LocalLayers(Protocol):
-    """Where a client's own layers are kept between rounds (see `runs.client_store`)."""
+    """Where a client's own layers are kept between rounds (see `client.layer_store`)."""
 
     def get(self, architecture: str, client: int, timeline: Timeline, before: int) -> Mapping[str, Tensor] | None: ...
 
@@ -35,7 +42,7 @@ class Workspace:
     `input_shape` is that of one image. `initial` are the local layers of a client that has not trained yet. `loaded`
     remembers which fixed module each atom holds, so that a frozen prefix is not copied again for every task.
 
-    What tasks run is the chain as it is or, after `speed_up`, the same model by the fast plan (`client.plan`).
+    An engine may have tasks run by a plan of its own: the same model, computed in another way.
     """
 
     chain: Chain
@@ -46,27 +53,20 @@ class Workspace:
     features: FeatureCache
     initial: Mapping[str, Tensor] = field(init=False)
     loaded: dict[int, str | None] = field(init=False, default_factory=dict)
-    _fast: tuple[Chain, Layout] | None = field(init=False, default=None)
+    plan: Plan = field(init=False, default=as_written)
+    _planned: Chain = field(init=False)
 
     def __post_init__(self) -> None:
         self.initial = self.values(self.chain.local())
+        self.run_by(as_written)
 
-    @property
-    def is_fast(self) -> bool:
-        """Whether tasks run by the fast plan."""
-        return self._fast is not None
-
-    def speed_up(self) -> None:
-        """Run tasks by the fast plan from now on: the same work, rounded otherwise. It is for a CPU."""
-        chain = planned(self.chain)
-        layout = layout_of(chain)
-        lay_out_weights(chain, layout)
-        self._fast = chain, layout
+    def run_by(self, plan: Plan) -> None:
+        """Run tasks by a plan from now on."""
+        self.plan, self._planned = plan, plan(self.chain)
 
     def segment(self, first: int, last: int, head: Head | None = None) -> Segment:
         """Return the part of the chain that a task runs."""
-        chain, layout = self._fast or (self.chain, AS_WRITTEN)
-        return Segment(chain, first, last, head, layout)
+        return Segment(self._planned, first, last, head)
 
     @property
     def device(self) -> torch.device:
@@ -85,7 +85,7 @@ class Workspace:
     def values(self, names: tuple[str, ...]) -> dict[str, Tensor]:
         """Return copies of tensors of the model."""
         tensors = self.chain.tensors
-        return {name: tensors[name].detach().clone(memory_format=AS_WRITTEN) for name in names}
+        return {name: tensors[name].detach().clone(memory_format=torch.contiguous_format) for name in names}
 
     def load(self, task: ClientTask, own: Mapping[str, Tensor]) -> None:
         """Bring the chain to the state the task asks for: frozen prefix, the client's own layers, the task's part."""

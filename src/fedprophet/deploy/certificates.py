@@ -20,7 +20,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedprophet.deploy import DeployError
 from fedprophet.errors import ConfigError
-from fedprophet.runs.files import sync_folder, write_error
+from fedprophet.storage.files import sync_folder, write_error
 
 AUTHORITY_DAYS = 3650
 """The authority outlives its server certificates, so that a renewed one needs nothing new on the nodes."""

@@ -10,9 +10,9 @@ from fedprophet.deploy import DeployError, environment
 from fedprophet.deploy.control import Control, NoAnswerError, RunState, connected
 from fedprophet.deploy.pilot import CONNECTION, Pilot, write_connection
 from fedprophet.errors import ConfigError
-from fedprophet.runs.files import write_atomic
 from fedprophet.runs.run import RunFiles
-from fedprophet.runs.toml import toml_value
+from fedprophet.settings.toml import toml_value
+from fedprophet.storage.files import write_atomic
 
 SETTLED_SECONDS = 10.0
 """How long a run's end may take to be known after its last line."""

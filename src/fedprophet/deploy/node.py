@@ -6,12 +6,12 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from fedprophet.config.config import Section
 from fedprophet.deploy import DeployError
 from fedprophet.deploy.certificates import check_private
 from fedprophet.deploy.tables import read_settings
 from fedprophet.errors import ConfigError
-from fedprophet.runs.config import Section
-from fedprophet.runs.describe import Allowed, as_toml
+from fedprophet.settings.describe import Allowed, as_toml
 from fedprophet.sizes import parse_size
 
 FILE, AUTHORITY, KEY, START = "node.toml", "ca.pem", "node.key", "start.sh"

@@ -6,9 +6,9 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fedprophet.config.config import Config
 from fedprophet.deploy import OFFLINE, QUICK
 from fedprophet.deploy.node import Node, NodeFile
-from fedprophet.runs.config import Config
 from fedprophet.version import __version__
 
 if TYPE_CHECKING:

@@ -22,6 +22,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from fedprophet.config.config import Config, Section, load_config, to_toml
 from fedprophet.data import find_dataset
 from fedprophet.deploy import DeployError, certificates, node, page
 from fedprophet.deploy.keys import HOW, by_key, make_key_pair, registered_form
@@ -29,10 +30,9 @@ from fedprophet.deploy.tables import read_settings
 from fedprophet.errors import ConfigError, FedProphetError, unknown
 from fedprophet.methods import find_method
 from fedprophet.models import MODELS
-from fedprophet.runs.config import Config, Section, load_config, to_toml
-from fedprophet.runs.describe import Allowed, as_toml
-from fedprophet.runs.files import PILOT, write_atomic
-from fedprophet.runs.toml import toml_value
+from fedprophet.settings.describe import Allowed, as_toml
+from fedprophet.settings.toml import toml_value
+from fedprophet.storage.files import PILOT, write_atomic
 
 PORT = 9092
 CONNECTION = "pilot"

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from fedprophet.bench.machine import processor
-from fedprophet.client.task import Resources
+from fedprophet.machine import processor
+from fedprophet.messages.task import Resources
 from fedprophet.randomness import generator
-from fedprophet.runs.files import make_folder, write_atomic, write_error
+from fedprophet.storage.files import make_folder, write_atomic, write_error
 
 RECORD = "machine.json"
 VERSION = 1

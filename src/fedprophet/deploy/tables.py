@@ -8,7 +8,7 @@ from pydantic import BaseModel, ValidationError
 
 from fedprophet.deploy import DeployError
 from fedprophet.errors import ConfigError
-from fedprophet.runs.describe import explain
+from fedprophet.settings.describe import explain
 
 Settings = TypeVar("Settings", bound=BaseModel)
 

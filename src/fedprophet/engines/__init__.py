@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 
 from fedprophet.client.workspace import Workspace
+from fedprophet.config.config import Config
 from fedprophet.data.dataset import Dataset
 from fedprophet.engines.cuda import cuda_engine
-from fedprophet.engines.embedded import EmbeddedEngine
+from fedprophet.engines.plain import EmbeddedEngine
 from fedprophet.engines.workers import ONE_THREAD, WorkerEngine
 from fedprophet.errors import ConfigError
 from fedprophet.fleet.population import Population
-from fedprophet.runs.config import Config
 from fedprophet.server.coordinator import Engine
 
 AUTO = "auto"

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from fedprophet.client.measure import drawn_samples
-from fedprophet.client.modules import digest
-from fedprophet.client.task import ClientTask
 from fedprophet.data.dataset import LocalExamples
 from fedprophet.engines.job import Job
+from fedprophet.messages.modules import digest
+from fedprophet.messages.task import ClientTask
 
 
 class Resident:

@@ -10,9 +10,9 @@ from fedprophet.cascade.narrow import slice_state
 from fedprophet.client.run import Client, layers_before
 from fedprophet.client.statistics import ADVERSARIAL, statistics_names
 from fedprophet.client.subnetwork import NarrowLayers
-from fedprophet.client.task import ClientTask
 from fedprophet.client.workspace import LocalLayers, Workspace
 from fedprophet.fast.narrow import Factors, cut_out, factors_of
+from fedprophet.messages.task import ClientTask
 from fedprophet.randomness import key as draw_key
 
 

@@ -18,12 +18,11 @@ from torch import Tensor
 from fedprophet.cascade.narrow import narrow_chain
 from fedprophet.client.run import shard_weight
 from fedprophet.client.statistics import under_attack
-from fedprophet.client.task import ClientTask, ClientUpdate, LocalTraining
 from fedprophet.client.trainer import batches
 from fedprophet.client.workspace import Workspace
-from fedprophet.engines.embedded import EmbeddedEngine
 from fedprophet.engines.inputs import Inputs, evaluated_positions
 from fedprophet.engines.job import Job
+from fedprophet.engines.plain import EmbeddedEngine
 from fedprophet.fast.folded import Folded
 from fedprophet.fast.layout import sent, transferred
 from fedprophet.fast.narrow import WHOLE, fitted, room, run_at, scalable, shapes_in, width_of, work
@@ -31,6 +30,7 @@ from fedprophet.fast.program import Ladder, Program, continues
 from fedprophet.fast.reading import NotFusableError, read_program
 from fedprophet.fast.rounds import Backend, Evaluation, TrainingPlan
 from fedprophet.fleet.population import Population
+from fedprophet.messages.task import ClientTask, ClientUpdate, LocalTraining
 from fedprophet.threat import ThreatModel
 
 log = logging.getLogger("fedprophet")

@@ -2,8 +2,8 @@
 
 A second thread hardly helps the small layers of one client; a second client does. Every draw is named by what it is
 for, so the updates are the same, bit for bit, whatever the number of workers and whoever runs which client. Workers
-compute by the fast plan (`client.plan`), which rounds otherwise than the plain engine does: where that one has the same
-plan and one thread, it makes the same updates.
+compute by the fast plan (`engines.cpu_plan`), which rounds differently from the plain engine; given the same
+plan and one thread, that one makes the same updates.
 
 Workers are forked, so that population, models and data need not be sent. All that passes is tasks and updates. The
 server's store of fixed modules and the clients' own layers stay in this process: a module goes to a worker when a task
@@ -32,12 +32,13 @@ import torch
 from torch import Tensor
 
 from fedprophet.client.run import layers_before, run_client
-from fedprophet.client.task import ClientTask, ClientUpdate, TaskKind, Timeline
 from fedprophet.client.workspace import Workspace
 from fedprophet.engines.channel import Channel, ClosedError, Shared
-from fedprophet.engines.embedded import EmbeddedEngine
+from fedprophet.engines.cpu_plan import fast_plan
+from fedprophet.engines.plain import EmbeddedEngine
 from fedprophet.errors import ConfigError, FedProphetError, TrainingError
 from fedprophet.fleet.population import Population
+from fedprophet.messages.task import ClientTask, ClientUpdate, TaskKind, Timeline
 
 AT_HOME: frozenset[TaskKind] = frozenset({"report", "adopt"})
 """Kinds of task that need no model: they are done here, where the clients' own layers are."""
@@ -362,7 +363,7 @@ def _work(
     features, desk = next(iter(workspaces.values())).features.share(workers), _Desk()
     for workspace in workspaces.values():
         workspace.features, workspace.layers = features, desk
-        workspace.speed_up()
+        workspace.run_by(fast_plan)
     leaving = threading.Lock()
 
     def leave() -> NoReturn:

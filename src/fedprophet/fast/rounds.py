@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from fedprophet.client.statistics import ADVERSARIAL, under_attack
-from fedprophet.client.task import LocalTraining
 from fedprophet.fast.attack import Attack
 from fedprophet.fast.draws import Draws
 from fedprophet.fast.folded import Folded
@@ -21,6 +20,7 @@ from fedprophet.fast.layout import Layout, Tensors
 from fedprophet.fast.narrow import Factors, Squares
 from fedprophet.fast.program import Ladder
 from fedprophet.fast.training import Training
+from fedprophet.messages.task import LocalTraining
 from fedprophet.randomness import key
 from fedprophet.threat import ThreatModel
 

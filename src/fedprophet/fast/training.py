@@ -7,12 +7,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fedprophet.client.task import LocalTraining
 from fedprophet.fast.draws import Draws
 from fedprophet.fast.kernels import Kernels, Statistics
 from fedprophet.fast.narrow import Squares
 from fedprophet.fast.program import Block, Convolution, Exits, Ladder
 from fedprophet.fast.stack import Network, dense_backward, dense_forward, joined, norm_of
+from fedprophet.messages.task import LocalTraining
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from fedprophet.client.task import Resources
 from fedprophet.errors import ConfigError, unknown
 from fedprophet.fleet.device import Device, Pool
+from fedprophet.messages.task import Resources
 from fedprophet.randomness import numpy_generator
 
 APPS: Mapping[str, float] = {

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from fedprophet.cascade.cost import COPIES, ChainCost
 from fedprophet.cascade.heads import BYTES
-from fedprophet.client.task import Resources
 from fedprophet.errors import ConfigError
 from fedprophet.fleet.network import Link, communication_time
+from fedprophet.messages.task import Resources
 
 ACCESS_SECONDS = 0.17
 """What one access to storage takes, however little is read or written."""

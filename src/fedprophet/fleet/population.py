@@ -5,12 +5,12 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from fedprophet.client.task import SERVER, Resources
 from fedprophet.data.dataset import ClientData, Dataset, LocalExamples
 from fedprophet.data.shards import ShardSettings, make_shards, split
 from fedprophet.errors import ConfigError
 from fedprophet.fleet.availability import Availability, device_probabilities, draw_device
 from fedprophet.fleet.device import Device, Pool
+from fedprophet.messages.task import SERVER, Resources
 from fedprophet.randomness import numpy_generator
 
 __all__ = ["ClientData", "LocalExamples", "Population"]

@@ -17,10 +17,10 @@ from types import MappingProxyType
 from safetensors import SafetensorError
 from torch import Tensor
 
-from fedprophet.client.modules import digest
 from fedprophet.errors import CheckpointError
 from fedprophet.flower.protocol import ProtocolError
-from fedprophet.runs.files import (
+from fedprophet.messages.modules import digest
+from fedprophet.storage.files import (
     TRY_AGAIN,
     make_folder,
     tensors_from_bytes,

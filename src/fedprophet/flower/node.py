@@ -16,14 +16,16 @@ from flwr.app import RecordDict
 from torch import Tensor
 
 from fedprophet.client.features import FeatureCache
+from fedprophet.client.layer_store import ClientStore
 from fedprophet.client.run import Client, run_client
-from fedprophet.client.task import ClientTask, Resources, Timeline
 from fedprophet.client.workspace import Workspace
+from fedprophet.config.config import Config, FleetSection
 from fedprophet.data.dataset import ClientData, Dataset, JoinedExamples, LocalExamples
 from fedprophet.data.shards import split
 from fedprophet.errors import ConfigError, DataError, FedProphetError
 from fedprophet.fleet.population import Population
 from fedprophet.flower.cache import ModuleCache
+from fedprophet.flower.manifest import Terms
 from fedprophet.flower.protocol import (
     PROTOCOL,
     Order,
@@ -36,12 +38,10 @@ from fedprophet.flower.protocol import (
     pack_update,
     unpack_task,
 )
-from fedprophet.flower.terms import Terms
-from fedprophet.runs.client_store import ClientStore
-from fedprophet.runs.config import Config, FleetSection
-from fedprophet.runs.files import make_folder
+from fedprophet.messages.task import ClientTask, Resources, Timeline
 from fedprophet.runs.session import CACHE_MEMORY, assemble_client, load_dataset
 from fedprophet.sizes import parse_size
+from fedprophet.storage.files import make_folder
 from fedprophet.version import __version__
 
 HOME = Path("~/.local/share/fedprophet")

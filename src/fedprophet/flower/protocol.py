@@ -19,9 +19,9 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, ConfigRecordValues, RecordDict
 from torch import Tensor
 
-from fedprophet.client.task import ClientTask, ClientUpdate
 from fedprophet.errors import FedProphetError
-from fedprophet.server.reasons import plain_reason
+from fedprophet.messages.task import ClientTask, ClientUpdate
+from fedprophet.server.rejections import plain_reason
 from fedprophet.version import __version__
 
 PROTOCOL: Final = 1

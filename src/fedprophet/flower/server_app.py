@@ -17,15 +17,15 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.superlink.grid import InMemoryGrid
 from rich.console import Console
 
-from fedprophet.cli.progress import PlainLines
+from fedprophet.config.config import load_config
+from fedprophet.display.progress import PlainLines
 from fedprophet.engines import Parts
-from fedprophet.engines.flower import engine_of_devices, engine_of_simulation
 from fedprophet.engines.workers import ONE_THREAD
 from fedprophet.errors import ConfigError, FedProphetError
 from fedprophet.flower import expect_startable_python
-from fedprophet.flower.owners import KeyOwners, registered_keys
-from fedprophet.flower.roster import Owners
-from fedprophet.runs.config import load_config
+from fedprophet.flower.engine import engine_of_devices, engine_of_simulation
+from fedprophet.flower.node_keys import KeyOwners, registered_keys
+from fedprophet.flower.node_registry import Owners
 from fedprophet.runs.run import Run, play, reopen, start
 from fedprophet.runs.session import CUSTOM, EngineMaker
 from fedprophet.server.coordinator import Engine

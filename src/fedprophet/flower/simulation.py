@@ -22,14 +22,14 @@ from flwr.app import Context, Message
 from flwr.serverapp import Grid, ServerApp
 from flwr.simulation import run_simulation
 
-from fedprophet.client.task import ClientTask, ClientUpdate
 from fedprophet.engines import Parts
-from fedprophet.engines.flower import FlowerEngine, engine_of_simulation, shared_bytes
 from fedprophet.engines.workers import ONE_THREAD
 from fedprophet.errors import ConfigError, TrainingError
 from fedprophet.flower import CLUSTER, expect_startable_python
 from fedprophet.flower.client_app import make_app
-from fedprophet.flower.post import Ledger
+from fedprophet.flower.engine import FlowerEngine, engine_of_simulation, shared_bytes
+from fedprophet.flower.transport import Ledger
+from fedprophet.messages.task import ClientTask, ClientUpdate
 from fedprophet.runs.session import CUSTOM
 from fedprophet.server.coordinator import Record
 

@@ -13,17 +13,17 @@ from fedprophet.cascade.atoms import Chain
 from fedprophet.cascade.cost import ChainCost
 from fedprophet.cascade.heads import build_head
 from fedprophet.cascade.partition import Module
-from fedprophet.client.modules import ModuleStore
-from fedprophet.client.task import ClientTask, ClientUpdate, LocalTraining, Resources, Timeline
+from fedprophet.config.config import Config
 from fedprophet.fleet.latency import batch_sizes, client_seconds, workload_of
 from fedprophet.fleet.network import communication_time, draw_link, payload_bytes
+from fedprophet.messages.modules import ModuleStore
+from fedprophet.messages.task import ClientTask, ClientUpdate, LocalTraining, Resources, Timeline
 from fedprophet.randomness import global_rng
-from fedprophet.runs.config import Config
 from fedprophet.server.accuracy import Accuracy, evaluation_fault, personalised
 from fedprophet.server.aggregate import Layers, Parameters, mean_metric, sift
 from fedprophet.server.convergence import Best, StageRule
 from fedprophet.server.coordinator import Conversation, Record
-from fedprophet.server.reasons import LARGEST_COUNT, plain_reason
+from fedprophet.server.rejections import LARGEST_COUNT, plain_reason
 from fedprophet.server.robust import RULES, Update
 from fedprophet.threat import ThreatModel, input_threat
 

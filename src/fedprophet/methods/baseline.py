@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from fedprophet.cascade.cost import ChainCost
-from fedprophet.client.task import ClientTask, ClientUpdate, Resources, Timeline
+from fedprophet.messages.task import ClientTask, ClientUpdate, Resources, Timeline
 from fedprophet.methods.base import CLIENT_NORM_LAYERS, NORM_LAYERS, World, fold, judged, spare
 from fedprophet.server.aggregate import Parameters
 from fedprophet.server.convergence import Best, better, score

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedprophet.cascade.cost import ChainCost
-from fedprophet.client.task import BACKBONE, SERVER, ClientTask, ClientUpdate, Resources
+from fedprophet.messages.task import BACKBONE, SERVER, ClientTask, ClientUpdate, Resources
 from fedprophet.methods.base import Architecture, World, drop, named
 from fedprophet.methods.baseline import Baseline, BaselineState
 from fedprophet.server.aggregate import Parameters

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fedprophet.client.task import BACKBONE, ClientTask, ClientUpdate
+from fedprophet.messages.task import BACKBONE, ClientTask, ClientUpdate
 from fedprophet.methods.base import usable
 from fedprophet.methods.baseline import Joining
 from fedprophet.methods.distillation import Distillation, DistillationState

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from fedprophet.cascade.atoms import Chain
-from fedprophet.client.task import BACKBONE, ClientTask, ClientUpdate
 from fedprophet.errors import ConfigError
+from fedprophet.messages.task import BACKBONE, ClientTask, ClientUpdate
 from fedprophet.methods.base import World, named, usable
 from fedprophet.methods.baseline import Joining
 from fedprophet.methods.distillation import Distillation, DistillationState

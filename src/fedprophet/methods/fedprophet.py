@@ -5,15 +5,15 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fedprophet.client.task import ClientTask, ClientUpdate, FrozenModule, TaskKind, Timeline
 from fedprophet.errors import TrainingError
+from fedprophet.messages.task import ClientTask, ClientUpdate, FrozenModule, TaskKind, Timeline
 from fedprophet.methods.base import CLIENT_NORM_LAYERS, NORM_LAYERS, World, drop, fold, judged, named, spare
 from fedprophet.server.aggregate import Parameters, mean_metric
 from fedprophet.server.assignment import assign
 from fedprophet.server.convergence import Best, better, score
 from fedprophet.server.coordinator import Conversation, Record
 from fedprophet.server.perturbation import AdjustmentRule, Perturbation, accuracy_ratio
-from fedprophet.server.reasons import weight_fault
+from fedprophet.server.rejections import weight_fault
 from fedprophet.threat import ThreatModel, feature_threat, with_steps
 
 MEASURE_TRIES = 3

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 
 from fedprophet.client.statistics import ADVERSARIAL, statistics_names
-from fedprophet.client.task import SERVER, ClientTask, ClientUpdate, Resources
 from fedprophet.errors import ModelError
+from fedprophet.messages.task import SERVER, ClientTask, ClientUpdate, Resources
 from fedprophet.methods.base import CLIENT_NORM_LAYERS, NORM_LAYERS, World, named, usable
 from fedprophet.methods.baseline import Baseline, BaselineState, Joining
 from fedprophet.server.aggregate import Parameters, partial_average

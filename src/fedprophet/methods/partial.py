@@ -16,8 +16,8 @@ from torch import Tensor
 from fedprophet.cascade.channels import Channels, Kept, Rule, channels_of, first_channels, kept_channels
 from fedprophet.cascade.cost import ChainCost, cost_of
 from fedprophet.cascade.narrow import merge_local, narrow_chain, scatter_average, slice_state
-from fedprophet.client.task import ClientTask, ClientUpdate, Resources
 from fedprophet.errors import ModelError
+from fedprophet.messages.task import ClientTask, ClientUpdate, Resources
 from fedprophet.methods.base import World, usable
 from fedprophet.methods.baseline import Baseline, BaselineState, Joining
 from fedprophet.server.aggregate import Parameters

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from fedprophet.config.config import MACHINE_KEYS, Config, FleetSection
 from fedprophet.report.runs import Kind, Measured, RunSummary, read_run
-from fedprophet.runs.carriers import told
-from fedprophet.runs.config import MACHINE_KEYS, Config, FleetSection
+from fedprophet.runs.engine_history import told
 from fedprophet.runs.session import CUSTOM
-from fedprophet.runs.toml import shown
+from fedprophet.settings.toml import shown
 
 PAPER_NAMES: Mapping[str, str] = {
     "jfat": "jFAT",

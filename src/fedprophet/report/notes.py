@@ -14,7 +14,7 @@ from fedprophet.report.compare import (
     relevant_settings,
 )
 from fedprophet.report.runs import DEPLOYED, KINDS, Kind
-from fedprophet.runs.files import how_to_resume
+from fedprophet.storage.files import how_to_resume
 
 READING = (
     "Personalised: on each client's own held-out data, as in the paper. "

@@ -8,14 +8,14 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from fedprophet.config.config import Config, load_config
 from fedprophet.errors import CheckpointError
-from fedprophet.runs.carriers import Span, spans
-from fedprophet.runs.config import Config, load_config
-from fedprophet.runs.files import how_to_resume, is_deployed
+from fedprophet.runs.engine_history import Span, spans
 from fedprophet.runs.journal import Journal
 from fedprophet.runs.results import fault_count, simulated_seconds, training_memory, wire_bytes
 from fedprophet.runs.run import RunFiles
 from fedprophet.server.coordinator import Record
+from fedprophet.storage.files import how_to_resume, is_deployed
 
 Kind = Literal["personalised", "global"]
 KINDS: tuple[Kind, ...] = ("personalised", "global")

@@ -16,9 +16,10 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from safetensors import SafetensorError
 
+from fedprophet.config.config import MACHINE_KEYS, Config, completed, differences
 from fedprophet.errors import CheckpointError
-from fedprophet.runs.config import MACHINE_KEYS, Config, completed, differences
-from fedprophet.runs.files import (
+from fedprophet.messages.codec import StateMisfitError, pack, unpack
+from fedprophet.storage.files import (
     how_to_resume,
     make_folder,
     sync_folder,
@@ -27,7 +28,6 @@ from fedprophet.runs.files import (
     write_atomic,
     write_synced,
 )
-from fedprophet.runs.state import StateMisfitError, pack, unpack
 from fedprophet.version import __version__
 
 __all__ = ["FORMAT", "Checkpoints", "Loaded", "pack", "unpack", "write_atomic"]

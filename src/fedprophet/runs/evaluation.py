@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedprophet.client.modules import digest
-from fedprophet.client.task import ClientTask, ClientUpdate, TaskKind
 from fedprophet.errors import ConfigError
-from fedprophet.runs.files import make_folder, sync_folder, tensors_from_bytes, write_atomic, write_error
+from fedprophet.messages.modules import digest
+from fedprophet.messages.task import ClientTask, ClientUpdate, TaskKind
+from fedprophet.runs.masking import Tally, beyond_chance, black_box_alone, larger_radius, tally, weaker_than
 from fedprophet.runs.results import (
     Evaluator,
     Measured,
@@ -39,7 +39,7 @@ from fedprophet.runs.results import (
 )
 from fedprophet.runs.run import Run, RunStoppedError
 from fedprophet.server.coordinator import Engine
-from fedprophet.server.masking import Tally, beyond_chance, black_box_alone, larger_radius, tally, weaker_than
+from fedprophet.storage.files import make_folder, sync_folder, tensors_from_bytes, write_atomic, write_error
 from fedprophet.threat import ThreatModel
 from fedprophet.version import __version__
 

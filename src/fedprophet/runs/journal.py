@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedprophet.errors import CheckpointError
-from fedprophet.runs.files import how_to_resume, make_folder, sync_folder, write_atomic, write_error
+from fedprophet.storage.files import how_to_resume, make_folder, sync_folder, write_atomic, write_error
 
 
 class Journal:

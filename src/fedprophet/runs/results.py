@@ -11,12 +11,12 @@ from torch import Tensor
 
 from fedprophet.attacks import ATTACKS, Attack
 from fedprophet.client.statistics import ADVERSARIAL
-from fedprophet.client.task import SERVER, ClientTask, ClientUpdate
 from fedprophet.errors import ConfigError
+from fedprophet.messages.task import SERVER, ClientTask, ClientUpdate
 from fedprophet.runs.session import Session
 from fedprophet.server.accuracy import evaluation_fault, personalised_estimate, pooled_estimate
 from fedprophet.server.coordinator import Accountant, Engine, Record
-from fedprophet.server.reasons import weight_fault
+from fedprophet.server.rejections import weight_fault
 from fedprophet.threat import ThreatModel
 
 CLEAN = "clean"

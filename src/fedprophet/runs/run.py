@@ -14,16 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from fedprophet.cascade.atoms import Chain
-from fedprophet.client.modules import digest
-from fedprophet.client.task import TaskKind
+from fedprophet.config.config import Config, load_config, to_toml
 from fedprophet.data.dataset import Dataset
 from fedprophet.engines import make_engine
 from fedprophet.errors import CheckpointError, ConfigError, TrainingError
+from fedprophet.messages.modules import digest
+from fedprophet.messages.task import TaskKind
 from fedprophet.methods.base import MethodState
-from fedprophet.runs.carriers import carrier_of, change, spans
 from fedprophet.runs.checkpoint import Checkpoints
-from fedprophet.runs.config import Config, load_config, to_toml
-from fedprophet.runs.files import IDENTITY, how_to_resume, is_deployed, tensors_to_bytes, write_atomic
+from fedprophet.runs.engine_history import carrier_of, change, spans
 from fedprophet.runs.journal import Journal
 from fedprophet.runs.results import (
     Evaluator,
@@ -39,6 +38,7 @@ from fedprophet.runs.results import (
 )
 from fedprophet.runs.session import CUSTOM, EngineMaker, Session, assemble
 from fedprophet.server.coordinator import Record, hold
+from fedprophet.storage.files import IDENTITY, how_to_resume, is_deployed, tensors_to_bytes, write_atomic
 from fedprophet.version import __version__
 
 FAILURES_ALLOWED = 3

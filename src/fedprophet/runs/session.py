@@ -14,9 +14,9 @@ from fedprophet.cascade.atoms import Chain, chain_of
 from fedprophet.cascade.cost import ChainCost, cost_of
 from fedprophet.cascade.partition import partition
 from fedprophet.client.features import FeatureCache
-from fedprophet.client.modules import ModuleStore
-from fedprophet.client.task import BACKBONE
+from fedprophet.client.layer_store import ClientStore
 from fedprophet.client.workspace import Workspace
+from fedprophet.config.config import Config
 from fedprophet.data.dataset import Dataset
 from fedprophet.data.shards import ShardSettings
 from fedprophet.engines import Parts, chosen_engine, cores, make_engine, threads_of
@@ -24,13 +24,13 @@ from fedprophet.errors import ConfigError, FedProphetError, ModelError
 from fedprophet.fleet.availability import Availability
 from fedprophet.fleet.device import load_pool
 from fedprophet.fleet.population import Population
+from fedprophet.messages.modules import ModuleStore
+from fedprophet.messages.task import BACKBONE
 from fedprophet.methods import find_method
 from fedprophet.methods.base import Architecture, Method, World
 from fedprophet.models.normalize import Normalize
 from fedprophet.models.weights import load_weights
 from fedprophet.randomness import global_rng
-from fedprophet.runs.client_store import ClientStore
-from fedprophet.runs.config import Config
 from fedprophet.server.coordinator import Engine
 from fedprophet.sizes import parse_budget
 

@@ -4,8 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fedprophet.client.task import ClientUpdate
-from fedprophet.server.reasons import LARGEST_COUNT, weight_fault
+from fedprophet.messages.task import ClientUpdate
+from fedprophet.server.rejections import LARGEST_COUNT, weight_fault
 
 Z = 1.959963984540054
 """The normal quantile of a two-sided 95 % interval."""

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from fedprophet.client.task import ClientTask, ClientUpdate
-from fedprophet.server.reasons import some_names, weight_fault
+from fedprophet.messages.task import ClientTask, ClientUpdate
+from fedprophet.server.rejections import some_names, weight_fault
 
 Parameters = Mapping[str, Tensor]
 

@@ -3,7 +3,7 @@
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from fedprophet.client.task import ClientTask, ClientUpdate
+from fedprophet.messages.task import ClientTask, ClientUpdate
 
 State = TypeVar("State")
 Record = dict[str, Any]

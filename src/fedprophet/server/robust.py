@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedprophet.runs.config import AggregateSection
+from fedprophet.config.config import AggregateSection
 from fedprophet.server.aggregate import Parameters, partial_average
 
 Update = tuple[float, Parameters]

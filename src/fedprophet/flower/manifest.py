@@ -1,0 +1,121 @@
+"""What a node has to know of a run beside its tasks. It travels with each of them, as JSON."""
+
+import json
+import secrets
+from base64 import b64decode, b64encode
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError
+from torch import Tensor
+
+from fedprophet.client.workspace import Workspace
+from fedprophet.config.config import Config, parse_config
+from fedprophet.engines import Parts
+from fedprophet.errors import CheckpointError
+from fedprophet.flower.protocol import ProtocolError
+from fedprophet.messages.task import BACKBONE
+from fedprophet.models.normalize import Normalize
+from fedprophet.storage.files import IDENTITY, tensors_from_bytes, tensors_to_bytes, write_atomic
+
+
+class Terms(BaseModel):
+    """A run, as its nodes see it.
+
+    `classes`, `names` and `shape` are those of the server's data, `mean` and `std` what the server's model normalises
+    with: a node's own data may have another mean, and the model must see all images alike. `reserve` is R_min. Where
+    the run has starting weights, `layers` are what a client needs of them, so that the file is the server's alone: of
+    each model the norm layers of a client that has not trained yet (safetensors, in base64). Parameters that are shared
+    come with the tasks. The rest is for the nodes of a simulation, which share the server's machine: the run's folder,
+    the threads of a client, and how many of them run side by side.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    config: dict[str, Any]
+    classes: int = Field(ge=2)
+    names: tuple[str, ...] = ()
+    shape: tuple[int, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    reserve: int = Field(ge=0)
+    layers: dict[str, str] = Field(default_factory=dict)
+    home: str | None = None
+    threads: int = Field(default=1, ge=1)
+    together: int = Field(default=1, ge=1)
+
+    @classmethod
+    def of(cls, parts: Parts, **simulation: Any) -> Self:
+        """Return the terms of a run; those of a simulation are added to them."""
+        data, workspaces = parts.dataset, parts.workspaces
+        mean, std = _normalisation(parts)
+        started = workspaces.items() if parts.config.model.weights else ()
+        return cls(
+            config=parts.config.model_dump(mode="json"),
+            classes=data.classes,
+            names=data.names,
+            shape=data.shape,
+            mean=mean,
+            std=std,
+            reserve=parts.reserve,
+            layers={name: b64encode(tensors_to_bytes(workspace.initial)).decode() for name, workspace in started},
+            **simulation,
+        )
+
+    def to_text(self) -> str:
+        """Return the JSON that travels; floats keep all their digits."""
+        return json.dumps(self.model_dump(mode="json"), separators=(",", ":"))
+
+    @classmethod
+    def of_text(cls, text: str) -> Self:
+        """Return what a server has sent."""
+        try:
+            return cls.model_validate(json.loads(text))
+        except (ValidationError, ValueError, RecursionError) as error:
+            raise ProtocolError(f"the terms of the run cannot be read: {str(error).splitlines()[0][:200]}") from None
+
+    def parsed_config(self) -> Config:
+        """Return the run's configuration."""
+        return parse_config(self.config, "as the server sent it")
+
+    def start(self, workspaces: Mapping[str, Workspace]) -> None:
+        """Give clients that have not trained yet the layers that the server's have."""
+        for name, workspace in workspaces.items() if self.layers else ():
+            try:
+                found = tensors_from_bytes(b64decode(self.layers[name], validate=True))
+            except (KeyError, ValueError, SafetensorError):
+                raise ProtocolError(f"the terms of the run do not say what a {name} starts with") from None
+            if _kinds(found) != _kinds(workspace.initial):
+                raise ProtocolError(f"the terms of the run have layers for {name} that this model does not have")
+            workspace.initial = found
+
+
+def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+
+
+def _normalisation(parts: Parts) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the numbers of the model's normalisation; starting weights may have brought others than the data's."""
+    layers = parts.workspaces[BACKBONE].chain.modules()
+    found = (layer.numbers for layer in layers if isinstance(layer, Normalize))
+    return next(found, (parts.dataset.mean, parts.dataset.std))
+
+
+def run_id(folder: Path | None, deployed: bool) -> str:
+    """Return the id by which nodes know a run; drawn once and kept in its folder, so a resume has it too."""
+    fresh = secrets.token_hex(16)
+    if folder is None:
+        return fresh
+    file = folder / IDENTITY
+    if not file.exists():
+        write_atomic(file, (json.dumps({"run": fresh, "deployed": deployed}) + "\n").encode())
+    try:
+        found = json.loads(file.read_bytes())["run"]
+    except (OSError, ValueError, KeyError, TypeError):
+        found = None
+    if not isinstance(found, str):
+        raise CheckpointError(f"{file} is damaged. Put it back from a copy, or start the run anew")
+    return found

@@ -1,0 +1,187 @@
+"""What a table of pydantic models says of itself: error texts, TOML with comments, a reference page.
+
+A model holds keys and, one level down, sections; a key's type, limits and description are its only source.
+"""
+
+import re
+import textwrap
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from fedprophet.errors import unknown
+from fedprophet.settings.toml import shown, toml_value
+
+Model = type[BaseModel]
+Fields = Mapping[str, FieldInfo]
+
+_KINDS: Mapping[object, tuple[str, str]] = {
+    bool: ("true/false", "true or false"),
+    int: ("integer", "a whole number"),
+    float: ("number", "a number"),
+    str: ("text", "a text in quotes"),
+}
+_HINT = re.compile(r"\.( Did you mean '[^']*'\?)? Known:")
+_BOUNDS = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below"}
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """Put into `Annotated`: what a type of one's own is, and what it accepts, in words."""
+
+    kind: str
+    text: str
+
+
+def section_of(field: FieldInfo) -> Model | None:
+    """Return the model of a field that is a section."""
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def tables(model: Model) -> Iterator[tuple[str, Model, Fields]]:
+    """Yield the top level ("") and every section: its name, model and plain keys."""
+    fields = model.model_fields
+    yield "", model, {name: field for name, field in fields.items() if section_of(field) is None}
+    for name, field in fields.items():
+        section = section_of(field)
+        if section is not None:
+            yield name, section, section.model_fields
+
+
+def allowed(field: FieldInfo) -> str:
+    """Return what a key accepts, in words."""
+    return "a table" if section_of(field) else _describe(field.annotation, field.metadata)[1]
+
+
+def _describe(annotation: object, metadata: Sequence[object]) -> tuple[str, str]:
+    """Return a type's name and what it accepts."""
+    for mark in metadata:
+        if isinstance(mark, Allowed):
+            return mark.kind, mark.text
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        marks = [inner for mark in parts[1:] for inner in (mark.metadata if isinstance(mark, FieldInfo) else [mark])]
+        return _describe(parts[0], marks)
+    if origin in (Union, UnionType):
+        kinds, texts = zip(*(_describe(part, ()) for part in parts), strict=True)
+        return " or ".join(kinds), " or ".join(texts)
+    if origin is Literal:
+        return "text", ", ".join(map(toml_value, parts))
+    kind, text = _KINDS[annotation]
+    pairs = ((words, getattr(mark, name, None)) for mark in metadata for name, words in _BOUNDS.items())
+    limits = " and ".join(f"{words} {toml_value(limit)}" for words, limit in pairs if limit is not None)
+    return kind, f"{text} {limits}".strip()
+
+
+# Errors --------------------------------------------------------------------------------------------------------------
+
+
+def misfit(key: str, given: object, allowed: str, origin: str = "") -> str:
+    """Return the line for a value that does not fit its key."""
+    text = shown(given)
+    return f"{key}: given {text if len(text) <= 80 else text[:79] + '…'}{origin}, allowed: {allowed}"
+
+
+def explain(
+    error: ValidationError, model: Model, data: Mapping[str, Any], place: str, overridden: Collection[str]
+) -> list[str]:
+    """Return one line for each key of `data` that does not fit; `place` and `overridden` say where it came from."""
+    lines: dict[str, str] = {}
+    for problem in error.errors(include_url=False):
+        if not problem["loc"]:
+            return str(problem["ctx"]["error"]).splitlines()
+        key, field = _locate(model, problem["loc"])
+        by_hand = any(key == name or name.startswith(f"{key}.") for name in overridden)
+        origin = " (--set)" if by_hand else f" ({place})" if place else ""
+        if field is None:
+            lines[key] = _unknown_key(model, key, origin)
+        else:
+            given = _given(data, key)
+            lines[key] = misfit(key, given, allowed(field), origin) + _nearest(given, field)
+    return list(lines.values())
+
+
+def _given(data: Any, key: str) -> Any:
+    """Return a key's value as it was written: pydantic reports what a conversion made of it."""
+    for part in key.split("."):
+        data = data[part]
+    return data
+
+
+def _locate(model: Model, loc: tuple[int | str, ...]) -> tuple[str, FieldInfo | None]:
+    """Return the dotted key that an error is about, and its field; None where there is no such key."""
+    names: list[str] = []
+    field: FieldInfo | None = None
+    table: Model | None = model
+    for part in loc:
+        if table is None:
+            break
+        names.append(str(part))
+        field = table.model_fields.get(str(part))
+        table = section_of(field) if field else None
+    return ".".join(names), field
+
+
+def _unknown_key(model: Model, key: str, origin: str) -> str:
+    """Say which key is unknown. The nearest match is one of its own level (`lr` too), else the same name elsewhere.
+
+    At the top level, which is mostly sections, the same name in one of them is nearer than a section's name.
+    """
+    section, _, name = key.rpartition(".")
+    names = list(next(table for where, table, _ in tables(model) if where == section).model_fields)
+    text = unknown("key", name, names).replace(repr(name), repr(key) + origin, 1)
+    initials = [other for other in names if "".join(word[0] for word in other.split("_")) == name]
+    elsewhere = [f"{where}.{name}".strip(".") for where, _, fields in tables(model) if name in fields]
+    near = [] if "Did you mean" in text else [*initials, *elsewhere]
+    for guess in (near if section else elsewhere or near)[:1]:
+        text = _HINT.sub(f". Did you mean {guess!r}? Known:", text, count=1)
+    return text
+
+
+def _nearest(given: object, field: FieldInfo) -> str:
+    if get_origin(field.annotation) is not Literal or not isinstance(given, str):
+        return ""
+    _, hint, rest = unknown("value", given, get_args(field.annotation)).partition(" Did you mean ")
+    return f".{hint}{rest.partition(' Known:')[0]}" if hint else ""
+
+
+# Pages ---------------------------------------------------------------------------------------------------------------
+
+
+def as_toml(config: BaseModel, comments: bool) -> str:
+    """Return a filled-in model as TOML; with `comments`, each key's meaning stands above it."""
+    values = config.model_dump()
+    blocks = []
+    for name, table, fields in tables(type(config)):
+        lines = [f"# {table.__doc__}"] if comments and name else []
+        lines += [f"[{name}]"] if name else []
+        for key, field in fields.items():
+            if comments:
+                text = f"{field.description} Allowed: {allowed(field)}."
+                lines += textwrap.wrap(text, 100, initial_indent="# ", subsequent_indent="# ", break_long_words=False)
+            lines.append(f"{key} = {toml_value((values[name] if name else values)[key])}")
+        blocks.append("\n".join(lines) + "\n")
+    return "\n".join(blocks)
+
+
+def as_markdown(model: Model) -> str:
+    """Return a table for each section: every key, its type, default, what it accepts, and its meaning."""
+    blocks = []
+    for name, table, fields in tables(model):
+        lines = [f"## [{name}]" if name else "## Top level", "", str(table.__doc__), ""]
+        lines += ["| key | type | default | allowed | meaning |", "| --- | --- | --- | --- | --- |"]
+        lines += [_row(f"{name}.{key}".strip("."), field) for key, field in fields.items()]
+        blocks.append("\n".join(lines) + "\n")
+    return "\n".join(blocks)
+
+
+def _row(key: str, field: FieldInfo) -> str:
+    default: Any = field.get_default(call_default_factory=True)
+    kind, accepts = _describe(field.annotation, field.metadata)
+    cells = (f"`{key}`", kind, f"`{toml_value(default)}`", accepts, field.description or "")
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

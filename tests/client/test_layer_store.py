@@ -1,0 +1,329 @@
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fedprophet.client.layer_store import ClientStore
+from fedprophet.errors import CheckpointError
+from fedprophet.messages.task import Timeline
+
+ALL = Timeline()
+MANY = 10**9
+
+
+def layers(value: float) -> dict[str, Tensor]:
+    """Layers of 4 · 4 + 8 = 24 bytes."""
+    return {"bn.running_mean": torch.full((4,), float(value)), "bn.num_batches_tracked": torch.tensor(int(value))}
+
+
+def value(found: object) -> float | None:
+    if found is None:
+        return None
+    assert set(found) == {"bn.running_mean", "bn.num_batches_tracked"}
+    assert found["bn.running_mean"].shape == (4,)
+    assert found["bn.num_batches_tracked"].dtype == torch.int64
+    assert found["bn.num_batches_tracked"].item() == found["bn.running_mean"][0].item()
+    return found["bn.running_mean"][0].item()
+
+
+@pytest.fixture(params=["memory", "disk", "disk without memory"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> ClientStore:
+    """The same store three ways; without memory, everything goes through the disk at once."""
+    made = {
+        "memory": lambda: ClientStore(None, 0),
+        "disk": lambda: ClientStore(tmp_path / "clients", MANY),
+        "disk without memory": lambda: ClientStore(tmp_path / "clients", 0),
+    }
+    return made[request.param]()
+
+
+def put(
+    store: ClientStore, client: int, *rounds: int, timeline: Timeline = ALL, architecture: str = "backbone"
+) -> None:
+    for number in rounds:
+        store.put(architecture, client, number, layers(number), timeline)
+
+
+def get(store: ClientStore, client: int, before: int, timeline: Timeline = ALL) -> float | None:
+    return value(store.get("backbone", client, timeline, before))
+
+
+def versions(store: ClientStore, client: int) -> list[int]:
+    """Every version that is there, found by asking for each round alone."""
+    return [n for n in range(100) if store.get("backbone", client, Timeline(((-1, n - 1),)), n + 1) is not None]
+
+
+# What is returned ----------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_known_of_a_client_that_never_trained(store: ClientStore) -> None:
+    put(store, 1, 3)
+    assert get(store, 2, 100) is None
+    assert store.get("other", 1, ALL, 100) is None
+
+
+def test_the_newest_version_before_the_round(store: ClientStore) -> None:
+    put(store, 1, 3, 5, 9)
+    assert [get(store, 1, before) for before in (3, 4, 5, 6, 9, 10, 100)] == [None, 3, 3, 5, 5, 9, 9]
+
+
+def test_discarded_versions_do_not_count(store: ClientStore) -> None:
+    put(store, 1, 3, 5, 9)
+    assert get(store, 1, 100, Timeline(((4, 9),))) == 3
+    assert get(store, 1, 100, Timeline(((4, 8),))) == 9
+    assert get(store, 1, 100, Timeline(((5, 9),))) == 5
+    assert get(store, 1, 100, Timeline(((2, 9),))) is None
+
+
+def test_clients_and_architectures_are_kept_apart(store: ClientStore) -> None:
+    store.put("backbone", 1, 1, layers(10), ALL)
+    store.put("backbone", 2, 1, layers(20), ALL)
+    store.put("vgg11", 1, 1, layers(30), ALL)
+    assert value(store.get("backbone", 1, ALL, 2)) == 10
+    assert value(store.get("backbone", 2, ALL, 2)) == 20
+    assert value(store.get("vgg11", 1, ALL, 2)) == 30
+
+
+def test_a_copy_is_stored(store: ClientStore) -> None:
+    given = layers(4)
+    store.put("backbone", 1, 1, given, ALL)
+    given["bn.running_mean"].zero_()
+    assert get(store, 1, 2) == 4
+
+
+def test_tensors_come_back_bit_for_bit(store: ClientStore) -> None:
+    base = torch.randn(5, 6)
+    given = {"a": base.t(), "b": base[1], "c": torch.tensor([float("nan"), float("inf")]), "d": base.requires_grad_()}
+    store.put("backbone", 1, 1, given, ALL)
+    found = store.get("backbone", 1, ALL, 2)
+    assert found is not None
+    assert set(found) == set(given)
+    for name, tensor in given.items():
+        assert found[name].dtype == tensor.dtype
+        assert not found[name].requires_grad
+        assert torch.equal(found[name].nan_to_num(7), tensor.nan_to_num(7))
+
+
+def test_a_model_without_own_layers_still_counts_as_trained(store: ClientStore) -> None:
+    store.put("backbone", 1, 4, {}, ALL)
+    store.flush()
+    found = store.get("backbone", 1, ALL, 5)
+    assert found is not None
+    assert len(found) == 0
+    assert store.get("backbone", 1, ALL, 4) is None
+
+
+# What is dropped -----------------------------------------------------------------------------------------------------
+
+
+def test_versions_of_an_interrupted_run_are_dropped(store: ClientStore) -> None:
+    put(store, 1, 3, 5, 7, 9)
+    put(store, 1, 6)
+    assert versions(store, 1) == [3, 5, 6]
+
+
+def test_the_same_round_is_replaced(store: ClientStore) -> None:
+    put(store, 1, 5)
+    store.put("backbone", 1, 5, layers(50), ALL)
+    assert get(store, 1, 6) == 50
+
+
+def test_versions_older_than_the_newest_at_the_floor_are_dropped(store: ClientStore) -> None:
+    put(store, 1, 1, 3, 5)
+    put(store, 1, 8, timeline=Timeline(floor=4))
+    assert versions(store, 1) == [3, 5, 8]
+    put(store, 1, 9, timeline=Timeline(floor=5))
+    assert versions(store, 1) == [5, 8, 9]
+    put(store, 1, 10, timeline=Timeline(floor=7))
+    assert versions(store, 1) == [5, 8, 9, 10]
+    put(store, 1, 11, timeline=Timeline(floor=10))
+    assert versions(store, 1) == [10, 11]
+
+
+def test_the_newest_at_the_floor_is_one_that_counts(store: ClientStore) -> None:
+    put(store, 1, 2, 4, 6)
+    put(store, 1, 9, timeline=Timeline(((3, 7),), floor=8))
+    assert versions(store, 1) == [2, 9]
+
+
+def test_discarded_versions_are_dropped_once_no_resume_can_need_them(store: ClientStore) -> None:
+    put(store, 1, 7, 9)
+    # Round 11 ended a stage and went back to round 8; a checkpoint of round 10 does not know that and needs round 9.
+    put(store, 1, 12, timeline=Timeline(((8, 11),), floor=10))
+    assert versions(store, 1) == [7, 9, 12]
+    assert get(store, 1, before=11) == 9
+    put(store, 1, 13, timeline=Timeline(((8, 11),), floor=11))
+    assert versions(store, 1) == [7, 12, 13]
+
+
+def test_a_resume_from_an_older_checkpoint(tmp_path: Path) -> None:
+    """Rounds 1 … 6 ran, the run was killed, and its checkpoint of round 3 is the newest whole one."""
+    first = ClientStore(tmp_path, MANY)
+    put(first, 1, 1, 3, 4, 6)
+    put(first, 2, 2, 5)
+    first.flush()
+    again = ClientStore(tmp_path, MANY)
+    assert (get(again, 1, before=4), get(again, 2, before=4)) == (3, 2)
+    assert (get(again, 1, before=2), get(again, 2, before=2)) == (1, None)
+    again.put("backbone", 1, 4, layers(40), ALL)
+    assert get(again, 1, before=5) == 40
+    again.put("backbone", 2, 5, layers(50), ALL)
+    again.flush()
+    assert versions(again, 1) == [1, 3, 4]
+    assert get(ClientStore(tmp_path, MANY), 1, before=100) == 40
+    assert get(ClientStore(tmp_path, MANY), 2, before=100) == 50
+
+
+# Memory and disk -----------------------------------------------------------------------------------------------------
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def test_nothing_is_written_before_a_flush(tmp_path: Path) -> None:
+    store = ClientStore(tmp_path, MANY)
+    put(store, 1, 1)
+    assert files(tmp_path) == []
+    assert get(ClientStore(tmp_path, MANY), 1, 2) is None
+    store.flush()
+    assert files(tmp_path) == ["backbone/0/1.safetensors"]
+    assert get(ClientStore(tmp_path, MANY), 1, 2) == 1
+
+
+def test_a_thousand_clients_share_a_folder(tmp_path: Path) -> None:
+    store = ClientStore(tmp_path, MANY)
+    for client in (0, 999, 1000, 999_999):
+        put(store, client, 1)
+    store.flush()
+    assert files(tmp_path) == [
+        "backbone/0/0.safetensors",
+        "backbone/0/999.safetensors",
+        "backbone/1/1000.safetensors",
+        "backbone/999/999999.safetensors",
+    ]
+
+
+def test_a_flush_writes_only_what_changed(tmp_path: Path) -> None:
+    store = ClientStore(tmp_path, MANY)
+    put(store, 1, 1)
+    put(store, 2, 1)
+    store.flush()
+    before = {name: (tmp_path / name).stat().st_ino for name in files(tmp_path)}
+    put(store, 2, 2)
+    get(store, 1, 2)
+    store.flush()
+    after = {name: (tmp_path / name).stat().st_ino for name in files(tmp_path)}
+    assert [name for name in after if after[name] != before[name]] == ["backbone/0/2.safetensors"]
+
+
+def held(store: ClientStore) -> list[int]:
+    return [client for _, client in store._clients]
+
+
+def test_the_least_recently_used_leave_memory(tmp_path: Path) -> None:
+    store = ClientStore(tmp_path, 3 * 24)
+    for client in (1, 2, 3):
+        put(store, client, 1)
+    assert files(tmp_path) == []
+    store.flush()
+    assert held(store) == [1, 2, 3]
+    get(store, 1, 2)
+    put(store, 4, 1)
+    assert held(store) == [3, 1, 4]
+    assert files(tmp_path) == [f"backbone/0/{client}.safetensors" for client in (1, 2, 3)]
+    assert get(store, 2, 2) == 1
+    assert held(store) == [1, 4, 2]
+
+
+def test_a_changed_client_is_written_before_it_leaves_memory(tmp_path: Path) -> None:
+    store = ClientStore(tmp_path, 2 * 24)
+    for client in (1, 2, 3):
+        put(store, client, client)
+    assert held(store) == [2, 3]
+    assert files(tmp_path) == ["backbone/0/1.safetensors"]
+    assert get(store, 1, 9) == 1
+
+
+def test_the_size_in_memory_is_counted_right(tmp_path: Path) -> None:
+    store = ClientStore(tmp_path, 5 * 24)
+    for number in range(1, 30):
+        put(store, number % 4, number, timeline=Timeline(floor=number - 3))
+        get(store, (number * 7) % 4, number)
+        assert store._size == sum(client.size for client in store._clients.values()) <= 5 * 24
+
+
+def test_without_a_directory_nothing_leaves_memory() -> None:
+    store = ClientStore(None, 1)
+    for client in range(10):
+        put(store, client, 1)
+    store.flush()
+    assert [get(store, client, 2) for client in range(10)] == [1] * 10
+
+
+def test_files_are_the_same_for_the_same_layers(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        store = ClientStore(tmp_path / name, MANY)
+        put(store, 1, 3, 5)
+        store.flush()
+    one, two = (tmp_path / name / "backbone/0/1.safetensors" for name in ("a", "b"))
+    assert one.read_bytes() == two.read_bytes()
+
+
+# Disks that fail -----------------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_keeps_the_old_file_and_the_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "run" / "clients"
+    store = ClientStore(folder, MANY)
+    put(store, 1, 1)
+    store.flush()
+    put(store, 1, 2)
+
+    def full(number: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(CheckpointError, match=r"1.safetensors: No space left.*--resume .*run"):
+            store.flush()
+    assert files(folder) == ["backbone/0/1.safetensors"]
+    assert get(ClientStore(folder, MANY), 1, 9) == 1
+    store.flush()
+    assert get(ClientStore(folder, MANY), 1, 9) == 2
+
+
+def test_a_half_written_file_of_a_kill_is_ignored(tmp_path: Path) -> None:
+    store = ClientStore(tmp_path, MANY)
+    put(store, 1, 1)
+    store.flush()
+    (tmp_path / "backbone/0/.2.safetensors.tmp").write_bytes(b"half")
+    again = ClientStore(tmp_path, MANY)
+    assert (get(again, 1, 9), get(again, 2, 9)) == (1, None)
+    put(again, 2, 1)
+    again.flush()
+    assert files(tmp_path) == ["backbone/0/1.safetensors", "backbone/0/2.safetensors"]
+
+
+@pytest.mark.parametrize("size", [0, 4, 8, 40, -1])
+def test_a_damaged_file_is_named(tmp_path: Path, size: int) -> None:
+    store = ClientStore(tmp_path, MANY)
+    put(store, 1, 1)
+    store.flush()
+    path = tmp_path / "backbone/0/1.safetensors"
+    os.truncate(path, size if size >= 0 else path.stat().st_size - 1)
+    again = ClientStore(tmp_path, MANY)
+    with pytest.raises(CheckpointError, match=str(path)):
+        again.get("backbone", 1, ALL, 9)
+
+
+def test_a_file_of_somebody_else_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "backbone/0/1.safetensors"
+    path.parent.mkdir(parents=True)
+    save_file({"w": torch.zeros(1)}, path)
+    with pytest.raises(CheckpointError, match="does not say which versions"):
+        ClientStore(tmp_path, MANY).get("backbone", 1, ALL, 9)

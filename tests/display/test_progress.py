@@ -1,0 +1,325 @@
+"""How a run shows itself, with a console in memory."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from fedprophet.display.progress import LiveDisplay, PlainLines, closing_table, observer_for, percent, say
+from fedprophet.runs.session import assemble
+from fedprophet.sizes import format_size
+
+PATH = Path("runs/one")
+FIRST = {
+    "round": 1,
+    "module": 1,
+    "stage_round": 1,
+    "adversarial_training": False,
+    "epsilon": 0.1,
+    "alpha": None,
+    "dropped": {"4": "its loss is nan"},
+    "loss": None,
+}
+SECOND = FIRST | {"round": 2, "stage_round": 2, "adversarial_training": True, "dropped": {}, "loss": 2.25}
+SECOND |= {"clean": 0.5, "adversarial": 0.25, "samples": 8}
+THIRD = SECOND | {"round": 3, "module": 2, "stage_round": 1, "epsilon": 0.75, "alpha": 0.3, "clean": 0.625}
+THIRD |= {"fixed": {"module": 2, "round": 2, "clean": 0.5, "adversarial": 0.25}}
+
+
+@pytest.fixture(scope="module")
+def session(tiny):
+    return assemble(tiny())
+
+
+def show(observer, session):
+    with observer:
+        observer.started(session, PATH, 0)
+        observer.note("something to know")
+        for kind in ("report", "train", "evaluate", "measure"):
+            observer.task_done(kind, 1, 2)
+            time_passes(observer)
+        for record in (FIRST, SECOND, THIRD):
+            observer.round_done(record, 2.0)
+            time_passes(observer)
+        observer.finishing()
+
+
+def time_passes(observer):
+    """Let a live display redraw, which it does some times a second."""
+    if isinstance(observer, LiveDisplay):
+        observer._drawn = 0.0
+        observer._live.refresh()
+
+
+def test_plain_lines(session):
+    console = Console(file=io.StringIO(), width=40)
+    observer = observer_for(console)
+    assert isinstance(observer, PlainLines)
+    show(observer, session)
+    lines = console.file.getvalue().splitlines()
+    assert lines[0].startswith("fedprophet on digits: vgg-small in 3 modules of at most ")
+    assert lines[1:] == [
+        "run: runs/one",
+        "note: something to know",
+        "round 1  module 1/3  of stage 1/3  eps warm-up  loss –  (2.0 s)",
+        "round 1: client 4 was dropped: its loss is nan",
+        "round 2  module 1/3  of stage 2/3  eps 0.100  loss 2.250  clean 50.0 %  PGD 25.0 %"
+        "  (2.0 s, at most about 0:14 left)",
+        "round 3  module 2/3  of stage 1/3  eps 0.750  alpha 0.30  loss 2.250  clean 62.5 %  PGD 25.0 %"
+        "  (2.0 s, at most about 0:06 left)",
+        "module 2 fixed at its best round 2: clean 50.0 %, PGD 25.0 %",
+        "evaluating the trained model",
+    ]
+
+
+OF_METHODS = {
+    "jfat": ({}, ""),
+    "heterofl": ({"widths": {"1": 0.251, "2": 1.0, "4": 0.5}}, "  width 0.25–1.00"),
+    "fedrolex": ({"widths": {"1": 0.25, "2": 0.2549}}, "  width 0.25"),
+    "feddf": (
+        {"architectures": {"1": "cnn3", "2": "vgg-small", "4": "cnn3"}, "distillation": {"cnn3": 0.5}},
+        "  models 2 cnn3, 1 vgg-small",
+    ),
+    "fedrbn": ({"attacked": [2], "times": {"1": {}, "2": {}, "4": {}}}, "  under attack 1/3 clients"),
+}
+
+
+@pytest.mark.parametrize("method", OF_METHODS)
+def test_lines_of_a_baseline(tiny, method):
+    """A baseline has no modules, so its rounds are counted to the end; what is special to it is shown."""
+    extra, shown = OF_METHODS[method]
+    session = assemble(tiny({"method": method}))
+    console = Console(file=io.StringIO())
+    observer = observer_for(console)
+    observer.started(session, PATH, 0)
+    base = {key: value for key, value in SECOND.items() if key not in ("module", "stage_round", "alpha")}
+    observer.round_done({**base, **extra}, 2.0)
+    whole, budget = format_size(session.world.cost.total_memory), format_size(session.budget)
+    assert console.file.getvalue().splitlines() == [
+        f"{method} on digits: vgg-small (whole model {whole}; every client can spare at least {budget}), "
+        "2 of 6 clients a round",
+        "run: runs/one",
+        f"round 2/3  eps 0.100{shown}  loss 2.250  clean 50.0 %  PGD 25.0 %  (2.0 s)",
+    ]
+
+
+def test_a_distillation_that_diverged_is_told(session):
+    console = Console(file=io.StringIO())
+    observer = observer_for(console)
+    observer.started(session, PATH, 0)
+    observer.round_done(SECOND | {"distillation": {"cnn3": 0.5, "vgg-small": None}}, 2.0)
+    assert console.file.getvalue().splitlines()[-1] == "round 2: the distillation of vgg-small diverged: not used"
+
+
+RESULTS = {
+    "budget_bytes": 500,
+    "whole_model_bytes": 2000,
+    "modules": [{"index": 1, "layers": ["Conv 1"], "memory_bytes": 400}],
+    "memory": {"least_bytes": 300, "peak_bytes": 1000},
+    "simulated": {"computation_s": 5.0, "access_s": 120.0, "total_s": 125.0},
+    "norm_layers": {"personalised": "their own", "global": "the mean"},
+    "public_samples": 0,
+    "rounds": 7,
+    "seed": 1,
+    "personalised": {"clean": {"accuracy": 0.5, "samples": 8, "interval": [0.25, 0.75]}},
+    "global": {"clean": {"accuracy": 0.0, "samples": 0, "interval": [0.0, 1.0]}},
+}
+NEEDS = {
+    "a part of the model": (
+        {"least_bytes": 300, "peak_bytes": 1000},
+        "With 300 B a client could have done the smallest task of every round; the largest task took 1.0 kB, and the "
+        "whole model takes 2.0 kB.",
+    ),
+    "the whole model": (
+        {"least_bytes": 2000, "peak_bytes": 2000},
+        "Every client trained the whole model, which takes 2.0 kB; where it could spare less, the simulated time "
+        "includes swapping.",
+    ),
+    "the same part in every round": (
+        {"least_bytes": 300, "peak_bytes": 300},
+        "With 300 B a client could have done the smallest task of every round; the largest task took 300 B, and the "
+        "whole model takes 2.0 kB.",
+    ),
+    "what an earlier version did not record": (None, "Training the whole model takes 2.0 kB."),
+}
+
+
+@pytest.mark.parametrize(("memory", "text"), NEEDS.values(), ids=NEEDS.keys())
+def test_closing_words_of_a_baseline(memory, text):
+    console = Console(file=io.StringIO(), width=70)
+    reached = {"best": {"round": 3, "clean": 0.5, "adversarial": 0.25}, "last": FIRST | {"round": 7, "clean": 0.125}}
+    reached["last"]["adversarial"] = 0.0
+    closing_table({**RESULTS, **reached, "memory": memory}, PATH, console)
+    said = console.file.getvalue()
+    assert "Modules" not in said
+    assert said.split("┘\n")[1].splitlines() == [
+        "personalised: on each client's own held-out data; norm layers: their own",
+        "global: the exported model on the test set; norm layers: the mean",
+        text,
+        "Best round (3): clean 50.0 %, PGD 25.0 %.",
+        "Last round (7): clean 12.5 %, PGD 0.0 %.",
+        "On the devices of the pool it would have taken 2.1 min: computation 5.0 s, storage access 2.0 min "
+        "(simulated).",
+        "Rounds: 7, seed 1.",
+        "Files: runs/one",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lost", "words"),
+    [
+        (0, []),
+        (1, ["1 answer was missing or dropped; the journal says why."]),
+        (12, ["12 answers were missing or dropped; the journal says why."]),
+    ],
+)
+def test_closing_words_of_a_run_on_flower(lost, words):
+    console = Console(file=io.StringIO(), width=70)
+    wire = {"sent": 12_300_000, "received": 4_500, "jfat": 67_800_000}
+    closing_table({**RESULTS, "wire": wire, "faults": lost}, PATH, console)
+    lines = console.file.getvalue().splitlines()
+    start = lines.index("On the wire: 12.3 MB sent, 4.5 kB received; jFAT's training alone would have moved 67.8 MB.")
+    assert lines[start + 1 :] == [*words, "Rounds: 7, seed 1.", "Files: runs/one"]
+
+
+def test_closing_words_name_the_engine():
+    console = Console(file=io.StringIO(), width=70)
+    engines = [
+        {"engine": "workers", "precision": "float32", "rounds": [1, 4]},
+        {"engine": "cuda", "precision": "bfloat16", "rounds": [5, 7]},
+    ]
+    closing_table({**RESULTS, "engines": engines}, PATH, console)
+    assert "\nEngine: workers to round 4, then cuda, bfloat16.\nRounds: 7, seed 1.\n" in console.file.getvalue()
+
+
+def test_closing_words_of_real_devices():
+    """There is no pool, so there is no time that it would have taken."""
+    console = Console(file=io.StringIO(), width=70)
+    memory = {"least_bytes": 2000, "peak_bytes": 2000}
+    closing_table({**RESULTS, "simulated": None, "memory": memory}, PATH, console)
+    said = console.file.getvalue()
+    assert "simulated" not in said
+    assert "would have taken" not in said
+    assert "Every client trained the whole model, which takes 2.0 kB.\n" in said
+
+
+def test_closing_words_of_a_cascade():
+    console = Console(file=io.StringIO(), width=120)
+    closing_table({**RESULTS, "stages": [{"clean": 0.5, "adversarial": 0.25}]}, PATH, console)
+    said = console.file.getvalue()
+    row = next(line for line in said.splitlines() if "Conv 1" in line)
+    assert [cell.strip() for cell in row.split("│")[1:-1]] == [
+        "1", "Conv 1", "400 B", "80 %", "20 %", "50.0 %", "25.0 %",
+    ]  # fmt: skip
+    assert "A client needs 400 B to train a module; the whole model would take 2.0 kB.\n" in said
+
+
+def test_sentences_are_wrapped_between_words_in_a_terminal_alone():
+    for terminal in (True, False):
+        console = Console(file=io.StringIO(), width=30, force_terminal=terminal, color_system=None)
+        say(console, ["one two three four five six seven", "eight"])
+        lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
+        wrapped = ["one two three four five six", "seven", "eight"]
+        assert lines == (wrapped if terminal else ["one two three four five six seven", "eight"])
+
+
+def test_live_display(session):
+    console = Console(file=io.StringIO(), width=140, force_terminal=True, color_system=None)
+    observer = observer_for(console)
+    assert isinstance(observer, LiveDisplay)
+    show(observer, session)
+    text = console.file.getvalue()
+    for part in (
+        "fedprophet on digits",
+        "note: something to know",
+        "round 1: client 4 was dropped: its loss is nan",
+        "measuring perturbations 1/2",
+        "eps warm-up",
+        "round 3   module 2/3   of stage 1/3   eps 0.750   alpha 0.30   loss 2.250   clean 62.5 %   PGD 25.0 %",
+        "at most about 0:06 left",
+        "module 2 fixed at its best round 2: clean 50.0 %, PGD 25.0 %",
+        "evaluating the trained model",
+    ):
+        assert part in text
+
+
+def test_a_resumed_run_says_where_it_goes_on(session):
+    console = Console(file=io.StringIO())
+    observer_for(console).started(session, PATH, 5)
+    assert "; going on after round 5\nrun: runs/one\n" in console.file.getvalue()
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_first_round_says_nothing_of_the_time_left(session, terminal):
+    """It compiles kernels and fills caches, after a resume as well: nine rounds more of that length are no bound."""
+    console = Console(file=io.StringIO(), width=140, force_terminal=terminal, color_system=None)
+    observer = observer_for(console)
+    with observer:
+        observer.started(session, PATH, 1)
+        time_passes(observer)
+        observer.round_done(SECOND, 150.0)
+        time_passes(observer)
+        assert "left" not in console.file.getvalue()
+        assert terminal or console.file.getvalue().endswith("PGD 25.0 %  (2.5 min)\n")
+        observer.round_done(SECOND | {"round": 3, "stage_round": 3}, 2.0)
+        time_passes(observer)
+    assert "at most about 0:12 left" in console.file.getvalue(), "six rounds of two seconds"
+
+
+def test_a_resumed_run_begins_where_its_bar_ended(session, tmp_path):
+    """The first stage converged after two of its three rounds, so that round 3 is the fourth of nine on the bar."""
+    lines = [FIRST, SECOND | {"fixed": {}}, {key: value for key, value in THIRD.items() if key != "fixed"}]
+    lines.append(SECOND | {"round": 4, "module": 2, "stage_round": 2})  # behind the checkpoint: it is played again
+    (tmp_path / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    places = []
+    for played in range(5):
+        observer = LiveDisplay(Console(file=io.StringIO(), force_terminal=True))
+        observer.started(session, tmp_path, played)
+        (bar,) = observer._bar.tasks
+        places.append((bar.completed, bar.total))
+    assert places == [(0, 9), (1, 9), (3, 9), (4, 9), (5, 9)]
+
+
+def test_accuracies_stay_until_the_next_evaluation(session):
+    console = Console(file=io.StringIO(), width=140, force_terminal=True, color_system=None)
+    observer = observer_for(console)
+    unseen = {key: value for key, value in THIRD.items() if key not in ("clean", "adversarial", "samples", "fixed")}
+    with observer:
+        observer.started(session, PATH, 0)
+        observer.round_done(SECOND, 1.0)
+        observer.round_done(unseen, 1.0)
+    assert "loss 2.250   clean 50.0 %   PGD 25.0 %" in console.file.getvalue().split("round 3")[-1]
+
+
+def test_percent():
+    assert (percent(0.1234), percent(None)) == ("12.3 %", "–")
+
+
+def test_answers_that_did_not_come_are_told(session):
+    console = Console(file=io.StringIO(), width=40)
+    observer = PlainLines(console)
+    record = {
+        **SECOND,
+        "missing": {"train": [3], "evaluate": list(range(10))},
+        "faults": {"3": "it hung"},
+        "too_few": {"usable": 1, "minimum": 2},
+        "postponed": {"module": 1, "reason": "nobody measured", "tries": 1},
+        "best_round": None,
+    }
+    unjudged = {**THIRD, "fixed": {"module": 2, "round": 7, "clean": None, "adversarial": None}}
+    with observer:
+        observer.started(session, PATH, 0)
+        observer.round_done(record, 2.0)
+        observer.round_done(unjudged, 2.0)
+    lines = console.file.getvalue().splitlines()
+    assert [line for line in lines if line.startswith("round 2: ")] == [
+        "round 2: no answer from client 3 (training)",
+        "round 2: no answer from clients 0, 1, 2, 3, 4, 5, 6, 7 and 2 more (evaluating)",
+        "round 2: client 3 failed: it hung",
+        "round 2: 1 usable updates, fewer than flower.minimum = 2: nothing was averaged",
+        "round 2: nobody measured module 1: it is trained for another round",
+        "round 2: nobody has evaluated any round: the model of the last one is kept",
+    ]
+    assert lines[-1] == "module 2 fixed as it was in round 7: nobody evaluated it"

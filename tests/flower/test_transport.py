@@ -1,0 +1,123 @@
+"""Messages go out and come back in small portions, a broken connection is survived, and all is counted."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from flwr.app import Error
+
+from fedprophet.errors import TrainingError
+from fedprophet.flower.protocol import hello_request, pack_hello, wire_bytes
+from fedprophet.flower.transport import Ledger, Post
+
+
+@pytest.fixture
+def ledger() -> Ledger:
+    return Ledger()
+
+
+@pytest.fixture
+def grid(fake_grid):
+    """Return a connection to two nodes that say who they are, and one that fails."""
+    answers = {10: pack_hello(0), 11: pack_hello(1), 12: Error(code=2)}
+    return fake_grid({node: lambda record, answer=answer: answer for node, answer in answers.items()})
+
+
+@pytest.fixture
+def post(grid, ledger) -> Post:
+    return Post(grid, ledger)
+
+
+CALLS: dict[str, tuple[str, Callable[[Post], Any], Any]] = {
+    "send": ("push_messages", lambda post: post.send(hello_request(), 10, "7"), None),
+    "fetch": ("pull_messages", lambda post: list(post.fetch(["message 0"])), []),
+    "online": ("get_node_ids", lambda post: post.online(), None),
+}
+"""What a post does, the call of Flower's that it makes, and what it returns where that fails."""
+
+
+def breaks_with(error: Exception) -> Callable[..., Any]:
+    def broken(*_: object) -> Any:
+        raise error
+
+    return broken
+
+
+def test_message_reaches_its_node_and_its_answer_comes_back(post, grid):
+    name = post.send(hello_request(), 11, "7")
+    assert [to for to, _ in grid.sent] == [11]
+    (reply,) = post.fetch([name])
+    assert reply.metadata.reply_to_message_id == name
+    assert (reply.metadata.message_type, reply.metadata.group_id) == ("query", "7")
+    assert reply.content["header"] == pack_hello(1)["header"]
+    assert list(post.fetch([name])) == []
+    assert post.online() == {10, 11, 12}
+
+
+def test_contents_are_counted_both_ways(post, ledger):
+    names = [post.send(hello_request(), node, "7") for node in (10, 11, 12)]
+    assert ledger.sent == 3 * wire_bytes(hello_request()) > 0
+    assert ledger.received == 0
+    replies = list(post.fetch(names))
+    assert [reply.has_content() for reply in replies] == [True, True, False]
+    assert ledger.received == wire_bytes(pack_hello(0)) + wire_bytes(pack_hello(1))
+
+
+@pytest.mark.parametrize("ids", [[], [None], [""]])
+def test_message_that_flower_does_not_take_is_not_counted(post, grid, ledger, ids):
+    grid.push_messages = lambda some: ids
+    assert post.send(hello_request(), 10, "7") is None
+    assert ledger.sent == 0
+
+
+def test_few_answers_are_in_memory_at_a_time(post, grid):
+    names = [post.send(hello_request(), 10, "7") for _ in range(20)]
+    asked, pull = [], grid.pull_messages
+
+    def noted(ids):
+        asked.append(list(ids))
+        return pull(ids)
+
+    grid.pull_messages = noted
+    replies = post.fetch(names)
+    next(replies)
+    assert asked == [names[:8]]
+    assert len(list(replies)) == 19
+    assert asked == [names[:8], names[8:16], names[16:]]
+
+
+@pytest.mark.parametrize("what", CALLS)
+def test_broken_connection_is_told_and_cannot_steer_a_terminal(post, grid, ledger, caplog, steering, what):
+    name, call, nothing = CALLS[what]
+    setattr(grid, name, breaks_with(ConnectionError(steering)))
+    assert call(post) == nothing
+    (text,) = caplog.messages
+    assert text.isprintable()
+    assert "?[2J" in text
+    assert ledger == Ledger()
+
+
+@pytest.mark.parametrize("what", CALLS)
+def test_what_cannot_be_mended_is_not_swallowed(post, grid, what):
+    name, call, _ = CALLS[what]
+    setattr(grid, name, breaks_with(TrainingError("the simulation is gone")))
+    with pytest.raises(TrainingError, match="the simulation is gone"):
+        call(post)
+
+
+def test_reasons_are_short_and_noted_once(ledger):
+    ledger.fault(3, "a  reason\n" * 2)
+    ledger.fault(3, "a reason a reason")
+    ledger.fault(3, "x" * 5000)
+    assert ledger.close(0)["faults"] == {"3": "a reason a reason; " + "x" * 499 + "…"}
+
+
+def test_account_is_of_one_round(ledger):
+    ledger.sent, ledger.received, ledger.trainers = 30, 40, {0, 5}
+    ledger.fault("node 9", "no")
+    # Two clients would have had the whole model, of 100 bytes, there and back.
+    assert ledger.close(100) == {"wire": {"sent": 30, "received": 40, "jfat": 400}, "faults": {"node 9": "no"}}
+    assert ledger.close(100) == {"wire": {"sent": 0, "received": 0, "jfat": 0}, "faults": {}}
