@@ -4,20 +4,27 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: run test test-all lint format types check clean help
+# Each test process has one thread: two of them keep two cores busy.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+
+.PHONY: run test test-all coverage lint format types check clean help
 
 run: $(READY)  ## train on scikit-learn's digits (under three minutes on two cores)
 	$(BIN)/fedprophet train $(ARGS)
 
-test: $(READY)  ## the quick tests, with coverage
-	$(BIN)/python -m pytest -m "not slow" --cov --cov-report=term $(ARGS)
+test: $(READY)  ## the quick tests (under three minutes on two cores)
+	$(PYTEST) -m "not slow" $(ARGS)
 
 test-all: $(READY)  ## every test, the slow ones included
-	$(BIN)/python -m pytest --cov --cov-report=term $(ARGS)
+	$(PYTEST) --budget $(ARGS)
 
-lint: $(READY)  ## format and lint, without changing anything
+coverage: $(READY)  ## every test, and which lines they reach
+	$(PYTEST) --cov --cov-report=term $(ARGS)
+
+lint: $(READY)  ## format, lint and the order of the layers, without changing anything
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/lint-imports
 
 types: $(READY)  ## mypy --strict
 	$(BIN)/mypy

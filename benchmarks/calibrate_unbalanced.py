@@ -40,7 +40,7 @@ from fedprophet.fleet import (
     local_time,
     workload_of,
 )
-from fedprophet.messages.task import Resources
+from fedprophet.messages.values import Resources
 from fedprophet.models import build
 from fedprophet.randomness import numpy_generator
 

@@ -91,7 +91,7 @@ def header(command: str, seeds: int, rounds: int) -> str:
     preset = fedprophet.load_config("digits")
     return (
         f"# Digits\n\n{measured(command)}\n\n"
-        f"Preset `digits`: eps {preset.attack.radius}, at most {rounds} rounds a stage, seeds 0 … {seeds - 1}. "
+        f"Preset `digits`: eps {preset.attack.radius}, at most {rounds} rounds per stage, seeds 0 … {seeds - 1}. "
         "Accuracies in %, mean ± standard deviation over seeds; personalised on all clients' held-out images (about "
         "285), global on 360 test images.\n"
     )

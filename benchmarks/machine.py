@@ -13,6 +13,6 @@ from fedprophet.machine import processor
 def measured(command: str) -> str:
     """Return one sentence for the head of a table of results; the runs behind it use one thread each."""
     return (
-        f"`{command}` on {datetime.now(UTC):%Y-%m-%d}: {processor()}, {os.cpu_count()} cores, one thread a run; "
+        f"`{command}` on {datetime.now(UTC):%Y-%m-%d}: {processor()}, {os.cpu_count()} cores, one thread per run; "
         f"Python {platform.python_version()}, torch {torch.__version__}, fedprophet {fedprophet.__version__}."
     )

@@ -20,9 +20,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from fedprophet.bench.rounds import Case, Settings, cases_of, start_of
 from fedprophet.bench.synthetic import sizes_of, synthetic
-from fedprophet.messages.task import ClientTask, ClientUpdate
+from fedprophet.messages.answers import Answer
+from fedprophet.messages.tasks import Task
 from fedprophet.runs.session import Session, assemble
-from fedprophet.server.coordinator import Engine, hold
+from fedprophet.server.coordinator import Engine, play_round
 
 
 class Clock:
@@ -32,7 +33,7 @@ class Clock:
         self._engine = engine
         self.seconds: dict[str, float] = defaultdict(float)
 
-    def map(self, tasks: Iterable[ClientTask]) -> Iterator[ClientUpdate]:
+    def map(self, tasks: Iterable[Task]) -> Iterator[Answer]:
         """Carry out the tasks."""
         tasks = list(tasks)
         torch.cuda.synchronize()
@@ -49,7 +50,7 @@ def play(session: Session, case: Case, number: int) -> dict[str, float]:
     clock = Clock(session.engine)
     state = replace(start_of(session, case), round=number)
     began = time.perf_counter()
-    hold(session.method.round(state), clock)
+    play_round(session.method.round(state), clock)
     torch.cuda.synchronize()
     parts = {"train": clock.seconds["train"], "evaluate": clock.seconds["evaluate"]}
     return {**parts, "other": time.perf_counter() - began - sum(parts.values())}

@@ -22,12 +22,13 @@ from typing import Any
 import torch
 from machine import measured
 
-from fedprophet.config.config import parse_config
-from fedprophet.messages.task import ClientTask, ClientUpdate
-from fedprophet.runs.results import evaluate
+from fedprophet.config.load import parse_config
+from fedprophet.messages.answers import Answer, Trained
+from fedprophet.messages.tasks import Task, Train
+from fedprophet.runs.evaluator import evaluate
 from fedprophet.runs.session import assemble
-from fedprophet.server.coordinator import Engine, hold
-from fedprophet.server.robust import RULES
+from fedprophet.server.coordinator import Engine, play_round
+from fedprophet.server.rules import RULES
 
 BAD = (2, 7)
 HONEST = 1.0
@@ -61,18 +62,15 @@ class Tampering:
     def __init__(self, engine: Engine, factor: float) -> None:
         self._engine, self._factor = engine, factor
 
-    def map(self, tasks: Iterable[ClientTask]) -> Iterator[ClientUpdate]:
+    def map(self, tasks: Iterable[Task]) -> Iterator[Answer]:
         """Pass the tasks on, and tamper with what the bad clients have trained."""
         asked = list(tasks)
-        given = {task.client: task.parameters for task in asked}
-        for update in self._engine.map(asked):
-            if update.kind == "train" and update.client in BAD and self._factor != HONEST:
-                base = given[update.client]
-                bad = {
-                    name: base[name] + self._factor * (value - base[name]) for name, value in update.parameters.items()
-                }
-                update = replace(update, parameters=bad)
-            yield update
+        given = {task.client: task.parameters for task in asked if isinstance(task, Train)}
+        for answer in self._engine.map(asked):
+            if isinstance(answer, Trained) and answer.client in BAD and self._factor != HONEST:
+                base, learnt = given[answer.client], answer.parameters.items()
+                answer = replace(answer, parameters={k: base[k] + self._factor * (v - base[k]) for k, v in learnt})
+            yield answer
 
 
 def run(case: str, factor: float, rule: str, seed: int) -> dict[str, Any]:
@@ -81,7 +79,7 @@ def run(case: str, factor: float, rule: str, seed: int) -> dict[str, Any]:
     session = assemble(parse_config({**SETTING, **CASES[case][1], "seed": seed, "aggregate": {"rule": rule}}))
     engine, state = Tampering(session.engine, factor), session.method.initial()
     while not session.method.finished(state):
-        state, _ = hold(session.method.round(state), engine)
+        state, _ = play_round(session.method.round(state), engine)
     cells = evaluate(session, state, ("clean", "pgd10"), session.engine)["global"]
     reached = {attack: round(cell["accuracy"], 4) for attack, cell in cells.items()}
     return {"case": case, "factor": factor, "rule": rule, "seed": seed, **reached}
@@ -133,7 +131,7 @@ def main() -> None:
     command = shlex.join(["python", "benchmarks/robust.py", *sys.argv[1:]])
     text = (
         f"# Bad clients\n\n{measured(command)}\n\n"
-        f"Digits, ten clients, all of which train in every round, two of them bad; seeds 0 … {arguments.seeds - 1}. "
+        f"Digits, ten clients, all of them in every round, two of them bad; seeds 0 … {arguments.seeds - 1}. "
         "Clean / PGD-10 accuracy (eps 0.1) of the exported model on 360 test images, in %, mean ± standard deviation "
         f"over seeds. Chance is 10 %.\n\n{tables(runs)}\n"
     )

@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedprophet.config.config import Config, parse_config
-from fedprophet.messages.task import ClientTask, ClientUpdate
+from fedprophet.config.config import Config
+from fedprophet.config.load import parse_config
+from fedprophet.messages.answers import Answer, Evaluated, Reported
+from fedprophet.messages.tasks import Report, Task
 from fedprophet.runs.session import Session, assemble
-from fedprophet.server.coordinator import Engine, Record, hold
+from fedprophet.server.coordinator import Engine, Record, play_round
 
 TINY: Mapping[str, Any] = {
     "rounds": 3,
@@ -75,9 +77,9 @@ class Recorder:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.exchanges: list[tuple[list[ClientTask], list[ClientUpdate]]] = []
+        self.exchanges: list[tuple[list[Task], list[Answer]]] = []
 
-    def map(self, tasks: Iterable[ClientTask]) -> Iterator[ClientUpdate]:
+    def map(self, tasks: Iterable[Task]) -> Iterator[Answer]:
         asked = list(tasks)
         answers = list(self.engine.map(asked))
         self.exchanges.append((asked, answers))
@@ -97,10 +99,10 @@ class Played:
     session: Session
     states: list[Any]
     records: list[Record] = field(default_factory=list)
-    exchanges: list[list[tuple[list[ClientTask], list[ClientUpdate]]]] = field(default_factory=list)
+    exchanges: list[list[tuple[list[Task], list[Answer]]]] = field(default_factory=list)
     layers: list[dict[int, Mapping[str, Tensor]]] = field(default_factory=list)
 
-    def of(self, round: int, kind: str) -> tuple[list[ClientTask], list[ClientUpdate]]:
+    def of(self, round: int, kind: str) -> tuple[list[Task], list[Answer]]:
         """Return the tasks of a kind in a round (from 1), and their updates."""
         found = [pair for pair in self.exchanges[round - 1] if pair[0] and pair[0][0].kind == kind]
         assert len(found) <= 1
@@ -110,8 +112,8 @@ class Played:
 def own_layers(session: Session, state: Any) -> dict[int, Mapping[str, Tensor]]:
     """Return the layers that each client has in a state."""
     timeline, clients = session.method.timeline(state), session.population.eligible.tolist()
-    tasks = [ClientTask("report", state.round, k, 0, timeline=timeline, wants_local=True) for k in clients]
-    return {answer.client: answer.local for answer in session.engine.map(tasks)}
+    tasks = [Report(round=state.round, client=k, seed=0, timeline=timeline, wants_local=True) for k in clients]
+    return {answer.client: answer.local for answer in session.engine.map(tasks) if isinstance(answer, Reported)}
 
 
 @pytest.fixture(scope="session")
@@ -124,7 +126,7 @@ def play_in_memory() -> Callable[..., Played]:
         played = Played(session, [method.initial()])
         while not method.finished(played.states[-1]) and len(played.records) < rounds:
             recorder = Recorder(engine)
-            state, record = hold(method.round(played.states[-1]), recorder)
+            state, record = play_round(method.round(played.states[-1]), recorder)
             played.states.append(state)
             played.records.append(record)
             played.exchanges.append(recorder.exchanges)
@@ -140,7 +142,7 @@ class Shuffled:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
-    def map(self, tasks: Iterable[ClientTask]) -> Iterator[ClientUpdate]:
+    def map(self, tasks: Iterable[Task]) -> Iterator[Answer]:
         asked = list(tasks)
         order = torch.randperm(len(asked), generator=torch.Generator().manual_seed(len(asked))).tolist()
         answers = list(self.engine.map([asked[index] for index in order]))
@@ -158,12 +160,11 @@ class Scripted:
     def __init__(self, engine: Engine, accuracies: Mapping[int, tuple[float, float]]) -> None:
         self.engine, self.accuracies = engine, accuracies
 
-    def map(self, tasks: Iterable[ClientTask]) -> Iterator[ClientUpdate]:
+    def map(self, tasks: Iterable[Task]) -> Iterator[Answer]:
         for update in self.engine.map(tasks):
-            if update.kind == "evaluate" and update.round in self.accuracies:
-                samples, (clean, adversarial) = update.metrics["samples"], self.accuracies[update.round]
-                counts = {"samples": samples, "clean": clean * samples, "adversarial": adversarial * samples}
-                update = replace(update, metrics=counts)
+            if isinstance(update, Evaluated) and update.round in self.accuracies:
+                clean, adversarial = (round(1000 * value) for value in self.accuracies[update.round])
+                update = replace(update, samples=1000, clean=clean, adversarial=adversarial)
             yield update
 
 
@@ -173,26 +174,29 @@ def scripted() -> Callable[..., Callable[[Engine], Engine]]:
     return lambda accuracies: lambda engine: Scripted(engine, accuracies)
 
 
-Poison = Callable[[ClientUpdate], ClientUpdate]
+Poison = Callable[[Any], Answer]
 
 
 class Poisoned:
-    """An engine whose clients send back what `poison` makes of their training in the rounds given."""
+    """An engine whose clients send back what `poison` makes of their answers of one kind, in the rounds given."""
 
-    def __init__(self, engine: Engine, poison: Poison, rounds: Sequence[int], clients: Sequence[int] | None) -> None:
-        self.engine, self.poison, self.rounds, self.clients = engine, poison, rounds, clients
+    def __init__(
+        self, engine: Engine, poison: Poison, rounds: Sequence[int], clients: Sequence[int] | None, kind: str
+    ) -> None:
+        self.engine, self.poison, self.rounds, self.clients, self.kind = engine, poison, rounds, clients, kind
 
-    def map(self, tasks: Iterable[ClientTask]) -> Iterator[ClientUpdate]:
+    def map(self, tasks: Iterable[Task]) -> Iterator[Answer]:
         for update in self.engine.map(tasks):
-            chosen = self.clients is None or update.client in self.clients
-            hit = update.kind == "train" and update.round in self.rounds and chosen
-            yield self.poison(update) if hit else update
+            chosen = update.round in self.rounds and (self.clients is None or update.client in self.clients)
+            yield self.poison(update) if chosen and update.kind == self.kind else update
 
 
 @pytest.fixture(scope="session")
 def poisoned() -> Callable[..., Callable[[Engine], Engine]]:
-    """Return `poisoned(poison, rounds, clients)`, to be wrapped around an engine."""
-    return lambda poison, rounds, clients=None: lambda engine: Poisoned(engine, poison, rounds, clients)
+    """Return `poisoned(poison, rounds, clients, kind)`, to be wrapped around an engine."""
+    return lambda poison, rounds, clients=None, kind="train": (
+        lambda engine: Poisoned(engine, poison, rounds, clients, kind)
+    )
 
 
 def same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:

@@ -9,7 +9,8 @@ from torch import nn
 
 import fedprophet
 from fedprophet.errors import CheckpointError, ConfigError
-from fedprophet.runs.run import RunStoppedError, Silent
+from fedprophet.runs.observer import Observer
+from fedprophet.runs.run import RunStoppedError
 
 
 class Net(nn.Module):
@@ -51,7 +52,7 @@ SETTINGS = {
 }
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def net():
     torch.manual_seed(0)
     return Net()
@@ -62,31 +63,34 @@ def data():
     return fedprophet.from_datasets(Pairs(60, 1), Pairs(20, 2))
 
 
+@pytest.fixture(scope="module")
+def trained(net, data, tmp_path_factory):
+    """A finished run with a model and data of one's own."""
+    return fedprophet.train(SETTINGS, model=net, data=data, out=tmp_path_factory.mktemp("trained") / "run")
+
+
 def tensors_of(pairs):
     images = torch.stack([pairs[index][0] for index in range(len(pairs))])
     return images, pairs.labels
 
 
-def test_own_model_and_map_style_dataset(net, data, tmp_path):
-    run = fedprophet.train(SETTINGS, model=net, data=data, out=tmp_path / "run")
-    assert run.path == tmp_path / "run"
-    assert len(run.results["modules"]) == 2
-    assert run.results["global"]["clean"]["samples"] == 20
-    assert run.results == json.loads((tmp_path / "run" / "results.json").read_text())
+def test_own_model_and_map_style_dataset(trained):
+    assert len(trained.results["modules"]) == 2
+    assert trained.results["global"]["clean"]["samples"] == 20
+    assert trained.results == json.loads((trained.path / "results.json").read_text())
     fresh = Net()
-    fresh.load_state_dict(load_file(tmp_path / "run" / "model.safetensors"), strict=True)
+    fresh.load_state_dict(load_file(trained.path / "model.safetensors"), strict=True)
 
 
-def test_tensors_and_a_map_style_dataset_are_the_same(net, data, tmp_path):
+def test_tensors_and_a_map_style_dataset_are_the_same(net, trained, tmp_path):
     same = fedprophet.from_tensors(*tensors_of(Pairs(60, 1)), *tensors_of(Pairs(20, 2)))
-    for name, given in (("pairs", data), ("tensors", same)):
-        fedprophet.train(SETTINGS, model=net, data=given, out=tmp_path / name)
+    fedprophet.train(SETTINGS, model=net, data=same, out=tmp_path / "tensors")
     for file in ("journal.jsonl", "model.safetensors"):
-        assert (tmp_path / "pairs" / file).read_bytes() == (tmp_path / "tensors" / file).read_bytes()
+        assert (trained.path / file).read_bytes() == (tmp_path / "tensors" / file).read_bytes()
 
 
-def test_evaluate_and_export(net, data, tmp_path):
-    run = fedprophet.train(SETTINGS, model=net, data=data, out=tmp_path / "run")
+def test_evaluate_and_export(net, data, trained, tmp_path):
+    run = trained
     results = fedprophet.evaluate(run.path, ["clean", "pgd1"], model=net, data=data)
     assert results.pop("warnings") == []
     keys = ("starting_weights", "norm_layers", "public_samples", "personalised", "global")
@@ -101,12 +105,12 @@ def test_evaluate_and_export(net, data, tmp_path):
     assert (tmp_path / "out.safetensors").read_bytes() == (run.path / "model.safetensors").read_bytes()
 
 
-class Stop(Silent):
+class Stop(Observer):
     def round_done(self, record, seconds):
         raise KeyboardInterrupt
 
 
-def test_resume_wants_the_same_data_and_start_again(net, data, tmp_path):
+def test_resume_wants_the_same_data_and_start_again(net, data, trained, tmp_path):
     with pytest.raises(RunStoppedError):
         fedprophet.train(SETTINGS, model=net, data=data, out=tmp_path / "run", observer=Stop())
     with pytest.raises(ConfigError, match=r'data\.name = "custom".*fedprophet\.resume\(RUN, data=…\)'):
@@ -114,14 +118,13 @@ def test_resume_wants_the_same_data_and_start_again(net, data, tmp_path):
     other = fedprophet.from_datasets(Pairs(60, 3), Pairs(20, 2))
     with pytest.raises(CheckpointError, match="was started with another dataset: hand over the same"):
         fedprophet.resume(tmp_path / "run", model=net, data=other)
-    trained = Net()
-    trained.one[1].running_mean.fill_(0.5)
+    another = Net()
+    another.one[1].running_mean.fill_(0.5)
     with pytest.raises(CheckpointError, match="was started with another model"):
-        fedprophet.resume(tmp_path / "run", model=trained, data=data)
+        fedprophet.resume(tmp_path / "run", model=another, data=data)
     fedprophet.resume(tmp_path / "run", model=net, data=data)
-    fedprophet.train(SETTINGS, model=net, data=data, out=tmp_path / "undisturbed")
     for file in ("journal.jsonl", "model.safetensors", "results.json"):
-        assert (tmp_path / "run" / file).read_bytes() == (tmp_path / "undisturbed" / file).read_bytes()
+        assert (tmp_path / "run" / file).read_bytes() == (trained.path / file).read_bytes()
 
 
 def test_configurations_of_all_kinds(net, data, tmp_path):

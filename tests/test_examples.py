@@ -35,6 +35,7 @@ def test_an_example_is_at_most_forty_lines(name):
     assert len(EXAMPLES[name].read_text().splitlines()) <= 40
 
 
+@pytest.mark.slow
 def test_the_partitioner_alone(tmp_path):
     out = run("partition_only", tmp_path)
     whole = float(re.search(r"whole model: ([\d.]+) MB", out)[1])
@@ -44,6 +45,7 @@ def test_the_partitioner_alone(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_model_and_data_of_ones_own(tmp_path):
     out = run("own_model", tmp_path)
     assert len(re.findall(r"^module \d+: ", out, re.MULTILINE)) > 1

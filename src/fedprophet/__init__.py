@@ -6,9 +6,11 @@ from fedprophet.api import TrainedRun, evaluate, export, resume, train
 from fedprophet.cascade.atoms import Chain, chain_of, explicit_chain
 from fedprophet.cascade.cost import ChainCost, cost_of
 from fedprophet.cascade.partition import Module, partition, smallest_budget
-from fedprophet.config.config import Config, load_config
+from fedprophet.config.config import Config
+from fedprophet.config.load import load_config
 from fedprophet.data.dataset import Dataset, from_datasets, from_tensors
 from fedprophet.errors import FedProphetError
+from fedprophet.flower import register as _flower  # noqa: F401 (Flower adds an engine and a table of settings)
 from fedprophet.threat import ThreatModel
 
 __all__ = [

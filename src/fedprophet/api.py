@@ -8,13 +8,17 @@ from typing import Any
 
 from torch import nn
 
+from fedprophet.attacks.names import parse_attacks
 from fedprophet.cascade.atoms import Chain
-from fedprophet.config.config import Config, load_config, parse_config
+from fedprophet.config.config import Config
+from fedprophet.config.load import load_config, parse_config
 from fedprophet.data.dataset import Dataset
 from fedprophet.errors import ConfigError
-from fedprophet.runs import results
 from fedprophet.runs.evaluation import check_samples, evaluate_run
-from fedprophet.runs.run import Observer, open_to_read, play, reopen, start, write_model
+from fedprophet.runs.export import write_model
+from fedprophet.runs.observer import Observer
+from fedprophet.runs.play import play
+from fedprophet.runs.run import open_to_read, reopen, start
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ def evaluate(
     `samples` limits how many samples of the test set, and about how many of all clients together, are used. What is
     measured is kept in the run's folder, so that a call that was stopped goes on; the result is in evaluation.json.
     """
-    names = results.parse_attacks(attacks if isinstance(attacks, str) else ",".join(attacks))
+    names = parse_attacks(attacks if isinstance(attacks, str) else ",".join(attacks))
     check_samples(samples)
     run = open_to_read(Path(path), model, data)
     with closing(run.session):

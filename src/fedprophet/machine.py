@@ -1,4 +1,4 @@
-"""The machine that something is measured on: its parts and versions, its clock, its memory, its matrix products."""
+"""The machine of a measurement: its parts and versions, its clock, its memory, its matrix products."""
 
 import importlib.metadata
 import os
@@ -6,8 +6,8 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,41 +21,39 @@ PROC = Path("/proc")
 PRODUCT_SIDE = {"cuda": 8192, "cpu": 2048}
 PRODUCT_TYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}
 PRODUCT_SECONDS = 0.5
-"""How long products are repeated: short enough to wait for, long enough for a clock to settle."""
+"""How long products are repeated."""
 
 
 def has_gpu() -> bool:
-    """Whether torch finds a GPU."""
     return torch.cuda.is_available()
 
 
 def cores() -> int:
-    """Return the cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def processor() -> str:
-    """Return the name of the processor where the system tells it."""
-    try:
+    """Return the name of the processor, if the system tells it."""
+    names = []
+    with suppress(OSError):
         lines = (PROC / "cpuinfo").read_text().splitlines()
-    except OSError:
-        return f"{platform.machine()} processor"
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else f"{platform.machine()} processor"
 
 
 def load() -> float:
-    """Return how many processes wanted a core in the last minute: more than the cores, and times mean little."""
+    """Return how many processes wanted a core in the last minute; if more than the cores, times mean little."""
     return round(os.getloadavg()[0], 2)
 
 
 def describe() -> dict[str, Any]:
-    """Return what a reader must know of the machine to trust or repeat a number."""
+    """Return what a reader must know about the machine to trust or repeat a number."""
     return {
         "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         "processor": processor(),
         "cores": cores(),
-        "memory_bytes": _total_memory(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "load": load(),
         "gpu": torch.cuda.get_device_name() if has_gpu() else None,
         "gpu_memory_bytes": torch.cuda.get_device_properties(0).total_memory if has_gpu() else None,
@@ -81,65 +79,75 @@ def _version(package: str) -> str | None:
         return getattr(module, "__version__", None)
 
 
-def _total_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def now() -> float:
-    """Return the clock's seconds, once everything that the GPU was given is done."""
+    """Return the clock's seconds, after the GPU has finished all its work."""
     if has_gpu():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
+def product() -> dict[str, Any]:
+    """Return the matrix product that rates are compared with: its side, type and FLOP/s."""
+    device = "cuda" if has_gpu() else "cpu"
+    kind = str(PRODUCT_TYPE[device]).removeprefix("torch.")
+    return {"side": PRODUCT_SIDE[device], "type": kind, "flops": product_rate(device)}
+
+
 def product_rate(device: str, seconds: float = PRODUCT_SECONDS, side: int | None = None) -> float:
-    """Return the FLOP/s of a large square matrix product on all of the machine, the best of several."""
+    """Return the FLOP/s of a large square matrix product on the whole machine, the best of several."""
     side, kind = side or PRODUCT_SIDE[device], PRODUCT_TYPE[device]
     draw = generator(0, "matrix product", device=device)
     a, b = (torch.randn(side, side, generator=draw, device=device).to(kind) for _ in range(2))
     result = torch.empty_like(a)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(cores())
-    try:
+    with threads(cores()):
         best, end = 0.0, now() + seconds
         torch.mm(a, b, out=result)
         while not best or now() < end:
             began = now()
             torch.mm(a, b, out=result)
             best = max(best, 2 * side**3 / (now() - began))
-    finally:
-        torch.set_num_threads(threads)
     return best
 
 
-# Memory. On a GPU it is what torch has allocated there, on a CPU the pages that are resident.
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Let torch use this many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# Memory: what torch has allocated on a GPU, the resident pages on a CPU.
 
 
 def forget_peak(workers: Sequence[int] = ()) -> None:
-    """Let the next peak be that of what comes now, in this process and in those of its workers."""
+    """Forget the peak memory so far, of this process and of its workers."""
     if has_gpu():
         torch.cuda.reset_peak_memory_stats()
         return
     for process in (os.getpid(), *workers):
-        with suppress(OSError):  # a system without this keeps the peak of the process's whole life
+        with suppress(OSError):  # without it the peak is that of the process's whole life
             (PROC / str(process) / "clear_refs").write_text("5")
 
 
 def peak_bytes(workers: Sequence[int] = ()) -> int:
-    """Return the highest memory since `forget_peak`; pages that processes share count for each of them."""
+    """Return the peak memory since `forget_peak`; pages that processes share count once for each."""
     if has_gpu():
         return torch.cuda.max_memory_allocated()
-    own = _kept(os.getpid(), "VmHWM") or _life_peak()
-    return own + sum(_kept(process, "VmHWM") for process in workers)
+    own = _status(os.getpid(), "VmHWM") or _life_peak()
+    return own + sum(_status(process, "VmHWM") for process in workers)
 
 
 def resident_bytes() -> int:
-    """Return the memory that this process has now."""
-    return _kept(os.getpid(), "VmRSS") or _life_peak()
+    """Return the memory that this process uses now."""
+    return _status(os.getpid(), "VmRSS") or _life_peak()
 
 
-def _kept(process: int, field: str) -> int:
-    """Return a field of a process's status in bytes; 0 where the system does not tell it."""
+def _status(process: int, field: str) -> int:
+    """Return a field of a process's status in bytes; 0 if the system does not tell it."""
     try:
         lines = (PROC / str(process) / "status").read_text().splitlines()
     except OSError:

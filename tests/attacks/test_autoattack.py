@@ -30,8 +30,8 @@ def quick(monkeypatch):
 
 
 def _shortened(suite):
-    suite.square.n_queries = 300
-    suite.fab.n_iter = suite.apgd.n_iter = 10
+    suite.square.n_queries = 200
+    suite.fab.n_iter, suite.apgd.n_iter = 5, 10
     suite.apgd_targeted.n_iter = 25
     return suite
 
@@ -82,10 +82,8 @@ class Threshold(nn.Module):
 
 
 NAMES = {
-    2: ["apgd-ce", "fab", "square"],
     3: ["apgd-ce", "fab", "square"],
     4: ["apgd-ce", "apgd-t", "fab-t", "square"],
-    5: ["apgd-ce", "apgd-t", "fab-t", "square"],
 }
 
 

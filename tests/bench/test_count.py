@@ -6,7 +6,8 @@ from torch import nn
 from fedprophet.bench.count import task_flops
 from fedprophet.cascade.atoms import chain_of, explicit_chain
 from fedprophet.cascade.cost import cost_of
-from fedprophet.messages.task import ClientTask, LocalTraining
+from fedprophet.messages.tasks import Evaluate, Train
+from fedprophet.messages.values import LocalTraining
 from fedprophet.models import build
 from fedprophet.threat import input_threat
 
@@ -31,7 +32,7 @@ def cost():
 def training(first, last, steps, iterations=4):
     hyper = LocalTraining(iterations, batch=4, learning_rate=0.1, momentum=0.9, weight_decay=0, strong_convexity=0)
     threat = input_threat(0.1, 0.025, steps) if steps is not None else None
-    return ClientTask("train", 1, 0, 0, first=first, last=last, threat=threat, training=hyper)
+    return Train(round=1, client=0, seed=0, first=first, last=last, threat=threat, training=hyper)
 
 
 def test_training_the_whole_model_under_attack(cost):
@@ -50,10 +51,10 @@ def test_a_module_is_counted_with_its_exit_and_without_what_is_frozen(cost):
 
 
 def test_evaluation_runs_from_the_image_on_whatever_is_frozen(cost):
-    task = ClientTask("evaluate", 1, 0, 0, first=1, last=2, threat=input_threat(0.1, 0.025, 3))
+    task = Evaluate(round=1, client=0, seed=0, first=1, last=2, threat=input_threat(0.1, 0.025, 3))
     # One forward for the clean answer, two for each of three steps, one for the attacked answer.
     assert task_flops(cost, task, 5) == 5 * 8 * 2 * (CONVOLUTION + LINEAR)
-    clean = ClientTask("evaluate", 1, 0, 0, first=1, last=2)
+    clean = Evaluate(round=1, client=0, seed=0, first=1, last=2)
     assert task_flops(cost, clean, 5) == 5 * 1 * 2 * (CONVOLUTION + LINEAR)
 
 
@@ -61,7 +62,7 @@ def test_the_papers_jfat_round():
     """30 batches of 64 (400 samples: 6 full ones and one of 16 a pass) through VGG16, 23 forwards each."""
     cost = cost_of(chain_of(build("vgg16", (3, 32, 32), 10)), (3, 32, 32), 64, 10)
     hyper = LocalTraining(30, 64, 0.1, 0.9, 0, 0)
-    task = ClientTask("train", 1, 0, 0, last=len(cost.atoms), threat=input_threat(0.1, 0.025, 10), training=hyper)
+    task = Train(round=1, client=0, seed=0, last=len(cost.atoms), threat=input_threat(0.1, 0.025, 10), training=hyper)
     # Four passes of 400 samples are 28 batches; two more of 64.
     samples = 4 * 400 + 2 * 64
     assert task_flops(cost, task, 400) == samples * 23 * 2 * cost.total_flops / 64

@@ -9,15 +9,18 @@ import torch
 from fedprophet.bench import growth
 from fedprophet.bench.growth import PHASES, UNTIMED, GrowthSettings, Phases, TimedRoster, measure_growth
 from fedprophet.bench.synthetic import SIZES, synthetic
-from fedprophet.messages.task import ClientTask
+from fedprophet.messages.tasks import Report
 from fedprophet.runs.session import assemble
-from fedprophet.server.coordinator import hold
+from fedprophet.server.coordinator import play_round
+
+ABOUT = {"processor": "p", "cores": 2, "load": 0.5, "load_after": 0.5, "date": "today"}
+ABOUT |= dict.fromkeys(("python", "torch", "cuda", "triton", "fedprophet"), "1")
 
 
 @pytest.fixture
 def settings(tiny_flags):
     overrides = tuple(text for text in tiny_flags() if text != "--set")
-    return GrowthSettings("digits", overrides, sizes=(40, 4_000), cohorts=(3, 6), rounds=2)
+    return GrowthSettings("digits", overrides, sizes=(40, 1_000), cohorts=(3, 6), rounds=2)
 
 
 def instant(settings, clients, tmp_path, cohort=3):
@@ -39,8 +42,8 @@ def test_everyone_owns_samples(settings, tmp_path):
 
 def test_the_cohorts_are_those_of_a_run(settings, tmp_path):
     session = instant(settings, 40, tmp_path)
-    drawn = [session.world.cohort(number) for number in (1, 2)]
-    assert isinstance(session.world.roster, TimedRoster)
+    drawn = [session.world.clients.cohort(number) for number in (1, 2)]
+    assert isinstance(session.world.pool, TimedRoster)
     assert drawn == [session.population.draw(number, 3, session.config.seed, "cohort") for number in (1, 2)]
 
 
@@ -48,7 +51,7 @@ def test_clients_answer_at_once_with_what_they_were_sent(settings, tmp_path, rec
     session = instant(settings, 40, tmp_path)
     watch = recorder(session.engine)
     before = session.method.initial()
-    after, record = hold(session.method.round(before), watch)
+    after, record = play_round(session.method.round(before), watch)
     kinds = [asked[0].kind for asked, _ in watch.exchanges]
     assert kinds == ["report", "train", "evaluate"]
     assert all(answer.resources is not None for answer in watch.exchanges[0][1])
@@ -62,12 +65,12 @@ def test_clients_answer_at_once_with_what_they_were_sent(settings, tmp_path, rec
 
 def test_a_client_that_trained_keeps_its_layers_on_disk(settings, tmp_path):
     session = instant(settings, 40, tmp_path)
-    state, _ = hold(session.method.round(session.method.initial()), session.engine)
+    state, _ = play_round(session.method.round(session.method.initial()), session.engine)
     session.layers.flush()
-    cohort = session.world.cohort(1)
+    cohort = session.world.clients.cohort(1)
     assert {int(file.stem) for file in (tmp_path / "clients").rglob("*.safetensors")} == set(cohort)
     timeline = session.method.timeline(state)
-    reports = [ClientTask("report", 1, client, 0, timeline=timeline, wants_local=True) for client in cohort]
+    reports = [Report(round=1, client=client, seed=0, timeline=timeline, wants_local=True) for client in cohort]
     layers = [answer.local for answer in session.engine.map(reports)]
     assert all(set(own) == set(session.initial_local) for own in layers)
 
@@ -75,7 +78,7 @@ def test_a_client_that_trained_keeps_its_layers_on_disk(settings, tmp_path):
 def test_layers_beyond_the_limit_leave_the_memory(settings, tmp_path, monkeypatch):
     monkeypatch.setattr(growth, "STORE_MEMORY", 1)
     session = instant(settings, 40, tmp_path)
-    hold(session.method.round(session.method.initial()), session.engine)
+    play_round(session.method.round(session.method.initial()), session.engine)
     assert len(session.layers._clients) == 0
     assert len(list((tmp_path / "clients").rglob("*.safetensors"))) == 3
 
@@ -96,8 +99,8 @@ def test_a_phase_within_another_counts_for_itself_alone(monkeypatch):
 def test_rows_of_every_population_and_cohort(settings):
     said = []
     rows = measure_growth(settings, said.append)
-    assert [(row["clients"], row["cohort"]) for row in rows] == [(40, 3), (4_000, 3), (4_000, 6)]
-    assert said[1:] == ["40 clients, cohorts of 3", "4,000 clients, cohorts of 3", "4,000 clients, cohorts of 6"]
+    assert [(row["clients"], row["cohort"]) for row in rows] == [(40, 3), (1_000, 3), (1_000, 6)]
+    assert said[1:] == ["40 clients, cohorts of 3", "1,000 clients, cohorts of 3", "1,000 clients, cohorts of 6"]
     for row in rows:
         assert row["eligible"] == row["clients"]
         assert row["rounds"] == 2
@@ -108,11 +111,9 @@ def test_rows_of_every_population_and_cohort(settings):
         # Everyone who was drawn in the rounds, timed or not, has layers there, and nobody else.
         assert row["cohort"] < row["clients_on_disk"] <= row["cohort"] * (2 + UNTIMED)
         assert row["disk_bytes"] > 0
-    found = growth.growth_document(settings, {"processor": "p"}, rows)
-    times, memory = growth.growth_tables(found)
-    assert [line[0] for line in times.rows] == ["40", "4,000", "4,000"]
-    assert all(len(line) == len(times.headings) for line in times.rows)
-    assert all(len(line) == len(memory.headings) for line in memory.rows)
+    found = growth.growth_document(settings, ABOUT, rows)
+    for table in growth.growth_page(found).tables:
+        assert [cells[:2] for cells in table.cells()] == [["40", "3"], ["1,000", "3"], ["1,000", "6"]]
 
 
 def test_drawing_touches_the_cohort_alone(settings, tmp_path):

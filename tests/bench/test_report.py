@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from fedprophet.bench import report
-from fedprophet.bench.rounds import EVALUATION, TRAINING, WARMUP, Case, Measured, Sample, Settings
+from fedprophet.bench.rounds import EVALUATION, TRAINING, WARMUP, Case, CaseResult, Sample, Settings
+from fedprophet.display.tables import markdown
 
 ABOUT = {
     "date": "2026-01-02 03:04 UTC",
@@ -35,7 +36,7 @@ def measured(case, engine, training, warmup, evaluation, stages=1, server=0.25):
         part: [sample(number, s) for number, s in enumerate(seconds, start=1)]
         for part, seconds in ((TRAINING, training), (WARMUP, warmup), (EVALUATION, evaluation))
     }
-    return Measured(case, engine, stages, parts, [server] * len(training))
+    return CaseResult(case, engine, stages, parts, [server] * len(training))
 
 
 @pytest.fixture
@@ -55,6 +56,13 @@ def found(settings):
         measured(Case("fedprophet", 1), "cuda", [3.0], [1.5], [4.0], stages=2),
     ]
     return report.document(settings, ABOUT, PRODUCT, sides)
+
+
+def lines(found):
+    """Return the page's table rows as lists of cells, and its other lines."""
+    text = markdown(report.rounds_page(found)).splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text if line.startswith("|")]
+    return cells, "\n".join(line for line in text if not line.startswith("|"))
 
 
 def row(found, method, engine, part, stage=None):
@@ -110,9 +118,9 @@ def test_of_two_plain_loops_the_faster_one_counts(settings):
     # The ratio of the medians, 6 and 2.5.
     assert means["workers", TRAINING] == pytest.approx(2.4)
     assert means["plain-1", TRAINING] is None
-    page = report.markdown("Rounds", [], report.tables(found), report.notes(found))
-    assert "| jfat | workers | 2.50 (2.40×) | 0.500 (2.00×) | 3.00 (2.00×) |" in page
-    assert "one as plain-1: of both the faster one counts" in page
+    table, text = lines(found)
+    assert ["jfat", "workers", "2.50 (2.40×)", "0.500 (2.00×)", "3.00 (2.00×)"] in table
+    assert "plain-1" in text
 
 
 def test_a_run_is_projected_from_its_rounds(found):
@@ -131,26 +139,30 @@ def test_a_run_whose_stages_were_not_all_measured_is_not_projected(settings):
 
 
 def test_what_ran_out_of_memory_is_told(settings):
-    failed = Measured(Case("jfat"), "plain", failure="out of memory: tried to allocate 2 GiB")
+    failed = CaseResult(Case("jfat"), "plain", failure="out of memory: tried to allocate 2 GiB")
     found = report.document(settings, ABOUT, PRODUCT, [failed, measured(Case("jfat"), "cuda", [2.0], [1.0], [3.0])])
     assert row(found, "jfat", "plain", TRAINING)["failure"].startswith("out of memory")
     assert row(found, "jfat", "cuda", TRAINING)["speedup"] is None
     assert [p["engine"] for p in found["projection"]] == ["cuda"]
-    assert "out of memory" in report.tables(found)[0].rows[0]
-    assert "jfat on plain: out of memory: tried to allocate 2 GiB" in report.notes(found)
+    table, text = lines(found)
+    assert ["jfat", "plain", "out of memory", *["–"] * 5] in table
+    assert "jfat on plain: out of memory: tried to allocate 2 GiB" in text
 
 
 def test_the_page_for_people(found):
-    page = report.markdown("Rounds", report.headline(found), report.tables(found), report.notes(found))
-    assert "- a processor, 2 cores, load 0.5 before and 1.5 after" in page
-    assert "engines: plain in float32 on 1 core, cuda in bfloat16 on 1 core" in page
-    assert "matrix product of 2048×2048 in float32: 200 GFLOP/s" in page
-    assert "| jfat | cuda | 2.00 | 1.00–9.00 | 0.500 | 0.2 % | 1.0 MB | 4.00× |" in page
-    assert "| stage 2 | cuda | 3.00 | one round | 0.333 | 0.2 % | 1.0 MB | – |" in page
-    assert "plain-1" not in page
-    assert "| fedprophet, 2 stages | cuda | 2.00 | 1.00 | 3.00 |" in page
-    assert "| jfat | cuda | 2.00 (4.00×) | 1.00 (4.00×) | 2.00 (3.00×) |" in page
-    assert "| fedprophet | cuda | 2 × 10 | 0:00:36 | 0:00:24 | 0:00:05 | 0:01:05 |" in page
+    table, text = lines(found)
+    assert "- a processor, 2 cores, load 0.5 before and 1.5 after" in text
+    assert "engines: plain in float32 on 1 core, cuda in bfloat16 on 1 core" in text
+    assert "matrix product of 2048×2048 in float32: 200 GFLOP/s" in text
+    assert "plain-1" not in text
+    for expected in (
+        "jfat | cuda | 2.00 | 1.00–9.00 | 0.500 | 0.2 % | 1.0 MB | 4.00×",
+        "stage 2 | cuda | 3.00 | one round | 0.333 | 0.2 % | 1.0 MB | –",
+        "fedprophet, 2 stages | cuda | 2.00 | 1.00 | 3.00",
+        "jfat | cuda | 2.00 (4.00×) | 1.00 (4.00×) | 2.00 (3.00×)",
+        "fedprophet | cuda | 2 × 10 | 0:00:36 | 0:00:24 | 0:00:05 | 0:01:05",
+    ):
+        assert expected.split(" | ") in table
 
 
 def test_a_gpu_is_named_with_its_versions(found):
@@ -160,15 +172,8 @@ def test_a_gpu_is_named_with_its_versions(found):
         "machine": {**ABOUT, **gpu, "tf32": {"convolutions": True, "products": False}},
         "product": {"side": 8192, "type": "bfloat16", "flops": 790e12},
     }
-    lines = report.headline(there)
-    assert lines[0].startswith("a GPU (139.0 GB), a processor, 2 cores")
-    assert "CUDA 12.9, Triton 3.5" in lines[1]
-    assert lines[3].endswith("plain in float32, cuda in bfloat16 (float32 convolutions in TF32, as torch is set)")
-    assert lines[4] == "matrix product of 8192×8192 in bfloat16: 790 TFLOP/s"
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(0.00123, "0.001"), (0.1234, "0.123"), (1.234, "1.23"), (12.34, "12.3"), (1234.5, "1234")]
-)
-def test_short_numbers(value, text):
-    assert report.short(value) == text
+    first, versions, _, engines, product = report.rounds_page(there).lines
+    assert first.startswith("a GPU (139.0 GB), a processor, 2 cores")
+    assert "CUDA 12.9, Triton 3.5" in versions
+    assert engines.endswith("plain in float32, cuda in bfloat16 (float32 convolutions in TF32, as torch is set)")
+    assert product == "matrix product of 8192×8192 in bfloat16: 790 TFLOP/s"

@@ -9,9 +9,10 @@ from fedprophet.bench import rounds
 from fedprophet.bench.rounds import EVALUATION, PARTS, TRAINING, WARMUP, Case, Stopwatch, cases_of, measure, start_of
 from fedprophet.engines import ENGINES
 from fedprophet.errors import ConfigError
-from fedprophet.messages.task import ClientTask, ClientUpdate
+from fedprophet.messages.answers import Evaluated, Reported, Trained
+from fedprophet.messages.tasks import Report
 from fedprophet.runs.session import assemble
-from fedprophet.server.coordinator import hold
+from fedprophet.server.coordinator import play_round
 
 
 def ignore(text):
@@ -32,8 +33,14 @@ class Slow:
     def map(self, tasks):
         self.asked.append(list(tasks))
         for task in self.asked[-1]:
-            self.clock[0] += task.training.iterations if task.training else 1
-            yield ClientUpdate(task.kind, task.round, task.client, 1.0, {"samples": 10.0})
+            about = {"round": task.round, "client": task.client, "weight": 1.0}
+            self.clock[0] += task.training.iterations if task.kind == "train" else 1
+            if task.kind == "report":
+                yield Reported(**about)
+            elif task.kind == "train":
+                yield Trained(**about, loss=1.0, samples=10)
+            else:
+                yield Evaluated(**about, samples=10)
 
 
 @pytest.fixture
@@ -51,7 +58,7 @@ def tasks_of(session, kind, stage=0):
             found[tasks[0].kind] = list(tasks)
             return session.engine.map(tasks)
 
-    hold(session.method.round(start_of(session, Case("fedprophet", stage))), Taking())
+    play_round(session.method.round(start_of(session, Case("fedprophet", stage))), Taking())
     return found[kind]
 
 
@@ -89,7 +96,7 @@ def test_the_plain_loop_is_warmed_by_one_iteration_and_one_evaluation(session, c
 def test_what_neither_trains_nor_evaluates_is_passed_on(session, clock):
     engine = Slow(clock)
     watch = Stopwatch(engine, session.world.cost, short=False)
-    report = [ClientTask("report", 1, 0, 0)]
+    report = [Report(round=1, client=0, seed=0)]
     assert [answer.kind for answer in watch.map(report)] == ["report"]
     assert list(watch.map([])) == []
     assert engine.asked == [report, []]
@@ -229,7 +236,7 @@ def test_what_was_measured_is_shown_after_every_case_and_kept_at_ctrl_c(monkeypa
     def measure_case(settings, case, engine, dataset, watch):
         if case.stage == 1:
             raise KeyboardInterrupt
-        return rounds.Measured(case, engine)
+        return rounds.CaseResult(case, engine)
 
     monkeypatch.setattr(rounds, "_measure_case", measure_case)
     settings, shown = rounds.Settings("cifar10-balanced-small"), []

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from fedprophet.bench.synthetic import SIZES, Sizes, sizes_of, synthetic
-from fedprophet.config.config import DataSection
 from fedprophet.data import digits
+from fedprophet.data.registry import DataSettings
 from fedprophet.errors import ConfigError
 
 
@@ -36,10 +36,10 @@ def test_a_large_set_takes_no_more_memory_than_its_pool(monkeypatch):
 
 
 def test_the_side_of_photographs_is_the_configurations():
-    assert sizes_of(DataSection(name="caltech256", size=64)).shape == (3, 64, 64)
-    assert sizes_of(DataSection(name="cifar10")).shape == (3, 32, 32)
+    assert sizes_of(DataSettings(name="caltech256", options={"size": 64})).shape == (3, 64, 64)
+    assert sizes_of(DataSettings(name="cifar10")).shape == (3, 32, 32)
 
 
 def test_a_folder_of_ones_own_has_no_known_sizes():
     with pytest.raises(ConfigError, match=r"data.name = 'folder'.*--real-data"):
-        sizes_of(DataSection(name="folder"))
+        sizes_of(DataSettings(name="folder"))

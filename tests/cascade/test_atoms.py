@@ -61,13 +61,11 @@ def assert_names(chain: Chain) -> None:
 @pytest.mark.parametrize(
     ("name", "shape", "options"),
     [
-        ("vgg11", (3, 32, 32), {}),
-        ("vgg13", (3, 32, 32), {}),
-        ("vgg16", (3, 32, 32), {}),
+        ("vgg16", (3, 32, 32), {"width": 8}),
         ("vgg-small", (1, 8, 8), {}),
-        ("resnet10", (3, 72, 72), {}),
-        ("resnet18", (1, 8, 8), {}),
-        ("resnet34", (3, 16, 16), {}),
+        ("resnet10", (3, 72, 72), {"width": 8}),
+        ("resnet18", (1, 8, 8), {"width": 8}),
+        ("resnet34", (3, 16, 16), {"width": 4}),
         ("cnn3", (3, 8, 8), {}),
         ("cnn4", (3, 56, 56), {}),
         ("vit", (3, 16, 16), {"depth": 2, "dropout": 0.2}),

@@ -1,9 +1,10 @@
-"""The command line in this process: `cli("train", "--json")` gives its exit code and what it said."""
+"""The command line in this process: `cli("train", "--json")` gives its exit code and its output. Finished runs."""
 
 import json
+import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,19 @@ from typing import Any
 import pytest
 
 from fedprophet.cli import main
+from fedprophet.runs.play import play
+from fedprophet.runs.run import start
+
+QUICK = {
+    "rounds": 1,
+    "train.warmup": 0,
+    "train.iterations": 1,
+    "evaluate.clients": 2,
+    "evaluate.test_samples": 20,
+    "measure.clients": 2,
+    "distillation.iterations": 1,
+}
+"""The smallest run: a round in each stage, few samples."""
 
 
 @dataclass(frozen=True)
@@ -48,3 +62,31 @@ def cli(
     before = signal.getsignal(signal.SIGTERM)
     yield run
     signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture(scope="session")
+def quick() -> Mapping[str, Any]:
+    """Return the settings of the smallest run."""
+    return QUICK
+
+
+@pytest.fixture(scope="session")
+def finished(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Return a function that gives the folder of a finished run, trained once in a session. Do not change it."""
+    made: dict[str, Path] = {}
+
+    def of(method: str = "fedprophet", **changes: Any) -> Path:
+        settings = {**QUICK, "method": method, **{key.replace("__", "."): value for key, value in changes.items()}}
+        name = json.dumps(settings, sort_keys=True)
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp("finished") / "run"
+            play(start(tiny(settings), made[name]))
+        return made[name]
+
+    return of
+
+
+@pytest.fixture
+def copied(finished: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
+    """Return a function that gives a copy of a finished run in ./run, which a test may change."""
+    return lambda *arguments, **changes: shutil.copytree(finished(*arguments, **changes), tmp_path / "run")

@@ -8,10 +8,12 @@ import json
 import pytest
 from rich.console import Console
 
-from fedprophet.cli import out
-from fedprophet.cli.compare import _show
-from fedprophet.config.config import load_config, to_toml
-from fedprophet.report.compare import PAPER_NAMES, compare
+from fedprophet.cli import options
+from fedprophet.config.load import load_config
+from fedprophet.config.reference import to_toml
+from fedprophet.display.tables import show
+from fedprophet.report.compare import compare, paper_names
+from fedprophet.report.tables import page
 
 
 @pytest.fixture
@@ -53,7 +55,7 @@ def test_piped_it_is_markdown(cli, pair):
         "4.2 min",
         "3.3 min",
         "0.8 min",
-        "2.4×",
+        "2.40×",
         "9.0 s",
     ]
     assert "\x1b" not in said.out
@@ -79,7 +81,7 @@ def test_out_writes_the_bytes_of_each_round_where_a_run_has_them(cli, pair, writ
     assert said.err == "written: out/comparison.md, out/comparison.csv, out/wire.csv\n"
     assert (tmp_path / "out" / "wire.csv").read_text() == "run,round,sent,received,jfat,faults\nwired,1,10,4,30,1\n"
     again = cli("compare", *pair, "--out", "out", "--no-plot")
-    assert "note: out/wire.csv is of an earlier comparison\n" in again.err
+    assert "note: out/wire.csv is from an earlier comparison\n" in again.err
 
 
 def test_out_writes_the_page_the_sheet_and_the_picture(cli, pair, tmp_path):
@@ -100,9 +102,8 @@ def test_out_writes_the_page_the_sheet_and_the_picture(cli, pair, tmp_path):
 
 def test_an_old_picture_beside_new_tables_is_mentioned(cli, pair):
     cli("compare", *pair, "--out", "out")
-    assert (
-        "note: out/comparison.png is of an earlier comparison" in cli("compare", *pair, "--out", "out", "--no-plot").err
-    )
+    said = cli("compare", *pair, "--out", "out", "--no-plot").err
+    assert "note: out/comparison.png is from an earlier comparison" in said
 
 
 def test_without_matplotlib_nothing_is_done_unless_no_picture_is_wanted(cli, pair, tmp_path, monkeypatch):
@@ -136,7 +137,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_anything_is_printe
     assert "file is a file. Give a folder with --out" in below.error
     name = "x" * 300
     wrong = cli("compare", *pair, "--out", name, "--no-plot", *as_json)
-    assert f"cannot write in {name}: File name too long. Make it writable or give another" in wrong.error
+    assert f"cannot write to {name}: File name too long. Make it writable or give another" in wrong.error
     assert below.out == wrong.out == ""
 
 
@@ -147,9 +148,9 @@ def test_a_folder_without_the_right_to_write_is_refused(cli, pair, tmp_path, mon
     def denied(dir):
         raise PermissionError(errno.EACCES, "Permission denied", str(dir))
 
-    monkeypatch.setattr(out, "TemporaryFile", denied)
+    monkeypatch.setattr(options, "TemporaryFile", denied)
     said = cli("compare", *pair, "--out", "out", "--no-plot")
-    assert "cannot write in out: Permission denied. Make it writable or give another folder" in said.error
+    assert "cannot write to out: Permission denied. Make it writable or give another folder" in said.error
     assert (said.out, list((tmp_path / "out").iterdir())) == ("", [])
 
 
@@ -165,7 +166,7 @@ def test_the_same_folder_twice_and_a_run_that_is_not_finished(cli, pair, write_r
 def test_in_a_terminal_no_number_is_wrapped_or_cut(write_run, width, capsys):
     paths = [
         write_run(f"{method}-{seed}", method, f"seed={seed}", seconds=(2e5, 1e5, 9e4), accuracy=0.75 + 0.15 * seed)
-        for method in PAPER_NAMES
+        for method in paper_names()
         for seed in (0, 1)
     ]
     paths.append(
@@ -173,14 +174,13 @@ def test_in_a_terminal_no_number_is_wrapped_or_cut(write_run, width, capsys):
             "long", "fedprophet", "assignment.enabled=false", "perturbation.enabled=false", seconds=(2e5, 1e5, 9e4)
         )
     )
-    _show(compare(paths), Console(width=width, force_terminal=True, color_system=None, highlight=False))
+    show(page(compare(paths)), Console(width=width, force_terminal=True, color_system=None, highlight=False))
     lines = capsys.readouterr().out.splitlines()
-    tables = [line for line in lines if not line.startswith(("·", "Best and last", "digits,"))]
+    tables = [line for line in lines if "─" in line or line[:20].strip() in {*paper_names().values(), "Method"}]
     assert max(map(len, tables)) <= width
     row = [line for line in tables if line.startswith("HeteroFL-AT ")]
     assert len(row) == (2 if width == 120 else 4), "the pieces of a narrow terminal repeat the label"
     text = " ".join(" ".join(row).split())
-    for number in ("82.5 ± 10.6", "60.0 MB", "83.3 ± 0.0 h", "55.6 h", "27.8 h", "1.0×", "25.0 h"):
+    for number in ("82.5 ± 10.6", "60.0 MB", "83.3 ± 0.0 h", "55.6 h", "27.8 h", "1.00×", "25.0 h"):
         assert number in text
-    assert "Personalised" in "".join(tables)
-    assert any(line.startswith("· Samples behind an accuracy") for line in lines)
+    assert any(line.startswith("· Samples per accuracy") for line in lines)

@@ -6,7 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 from fedprophet.cli.config import config_app
-from fedprophet.config.config import PRESETS, load_config, reference_markdown
+from fedprophet.config.load import PRESETS, load_config
+from fedprophet.config.reference import reference_markdown
 from fedprophet.errors import ConfigError
 
 runner = CliRunner()

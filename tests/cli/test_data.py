@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fedprophet.cli.data import data_app
-from fedprophet.data import cifar10, folder
+from fedprophet.data import caltech256, cifar10
 from fedprophet.errors import DataError
 
 NAMES = [f"data_batch_{number}.bin" for number in range(1, 6)]
@@ -133,7 +133,7 @@ def test_get(root, tmp_path, monkeypatch):
 
 
 def test_get_without_a_network(tmp_path, monkeypatch):
-    for module, name in ((cifar10, "ARCHIVE"), (folder, "CALTECH_ARCHIVE")):
+    for module, name in ((cifar10, "ARCHIVE"), (caltech256, "ARCHIVE")):
         remote = getattr(module, name)
         monkeypatch.setattr(module, name, type(remote)(f"http://127.0.0.1:9/{remote.name}", "md5", remote.digest))
     monkeypatch.setenv("no_proxy", "*")
@@ -152,8 +152,11 @@ def test_get_without_a_network(tmp_path, monkeypatch):
         (["get", "cifar11"], "unknown dataset 'cifar11'. Did you mean 'cifar10'?"),
         (["get", "folder"], "there is nothing to fetch"),
         (["check", "folder"], "give it as data.root (--root)"),
-        (["check", "cifar10", "--size", "64"], "data.size is nothing that cifar10 can change"),
-        (["check", "folder", "--root", ".", "--size", "-1"], "data.size must be a positive whole number, not -1"),
+        (["check", "cifar10", "--size", "64"], "data.options: unknown option of cifar10 'size'"),
+        (
+            ["check", "folder", "--root", ".", "--size", "-1"],
+            "data.options.size must be a positive whole number",
+        ),
     ],
 )
 def test_errors(arguments, text):

@@ -7,18 +7,18 @@ import shutil
 import signal
 import socket
 import sys
+import tomllib
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from fedprophet import deploy
-from fedprophet.config.config import load_config
+from fedprophet.config.load import load_config
 from fedprophet.deploy import control, launch
 from fedprophet.deploy.control import NodeState, RunState
 from fedprophet.deploy.keys import registered_form
 from fedprophet.deploy.pilot import open_pilot, renew
-from fedprophet.settings.toml import toml_value
 
 
 def free_port():
@@ -119,14 +119,14 @@ def test_init_refuses_in_a_sentence(cli, tmp_path):
     assert "is not an empty folder" in cli("deploy", "init", "full").error
     assert "unknown preset 'nodigits'" in cli("deploy", "init", "pilot", "--config", "nodigits").error
     assert "neither a host name nor an IP" in cli("deploy", "init", "pilot", "--server", "a:1").error
-    assert "allowed" in cli("deploy", "init", "pilot", "--set", "flower.minimum=0").error
+    assert "allowed" in cli("deploy", "init", "pilot", "--set", "aggregate.minimum=0").error
     assert not (tmp_path / "pilot").exists()
 
 
 def test_init_knows_the_names_of_the_registries(cli, tmp_path):
-    assert "unknown method 'nope'" in cli("deploy", "init", "pilot", "--method", "nope").error
-    assert "unknown model 'nope'" in cli("deploy", "init", "pilot", "--set", "model.name=nope").error
-    assert "unknown dataset 'nope'" in cli("deploy", "init", "pilot", "--set", "data.name=nope").error
+    assert 'method: given "nope"' in cli("deploy", "init", "pilot", "--method", "nope").error
+    assert 'model.name: given "nope"' in cli("deploy", "init", "pilot", "--set", "model.name=nope").error
+    assert 'data.name: given "nope"' in cli("deploy", "init", "pilot", "--set", "data.name=nope").error
     assert not (tmp_path / "pilot").exists()
 
 
@@ -226,15 +226,15 @@ def test_a_missing_program_is_a_sentence(cli, pilot, became, monkeypatch):
 def test_a_port_in_use_is_a_sentence(cli, pilot, became):
     with socket.create_server(("127.0.0.1", pilot.file.port)):
         said = cli("deploy", "server", "pilot").error
-    assert f"cannot listen at 127.0.0.1 port {pilot.file.port}" in said
+    assert f"cannot listen on 127.0.0.1 port {pilot.file.port}" in said
     assert "deploy.toml" in said
     assert became == []
 
 
 def test_a_certificate_that_ends_soon_is_told(cli, pilot, became):
     renew(pilot, 20)
-    assert "ends in 19 days. Do: fedprophet deploy renew" in cli("deploy", "server", "pilot", "--print").err
-    assert "ends on" in cli("deploy", "renew", "pilot", "--days", "100").out
+    assert "expires in 19 days. Renew it: fedprophet deploy renew" in cli("deploy", "server", "pilot", "--print").err
+    assert "expires on" in cli("deploy", "renew", "pilot", "--days", "100").out
     assert cli("deploy", "server", "pilot", "--print").err == ""
 
 
@@ -242,7 +242,7 @@ def test_a_certificate_that_ends_soon_is_told(cli, pilot, became):
 
 
 def run_state(status, run_id=7, out="", details=""):
-    return RunState(run_id, status, details, "", out)
+    return RunState(run_id, status, details, out)
 
 
 @pytest.fixture
@@ -277,7 +277,7 @@ def test_resume_takes_the_newest_unfinished_run(cli, pilot, serving, flower):
     assert flower == [(pilot.runs / "new", True), (pilot.runs / "old", True)]
     assert "holds no run" in cli("deploy", "run", "pilot", "--resume", "--name", "none").error
     assert "already holds a run" in cli("deploy", "run", "pilot", "--name", "old").error
-    assert "not a folder's name" in cli("deploy", "run", "pilot", "--name", "../x").error
+    assert "is not the name of a folder" in cli("deploy", "run", "pilot", "--name", "../x").error
     for name in ("new", "old"):
         (pilot.runs / name / "results.json").touch()
     assert "all runs there have finished" in cli("deploy", "run", "pilot", "--resume").error
@@ -285,7 +285,7 @@ def test_resume_takes_the_newest_unfinished_run(cli, pilot, serving, flower):
 
 def test_one_run_at_a_time(cli, pilot, serving, flower):
     serving([run_state("finished:failed", 1), run_state("running", 2, "/there")])
-    assert "run 2 is going on in /there" in cli("deploy", "run", "pilot").error
+    assert "run 2 is still running in /there" in cli("deploy", "run", "pilot").error
     assert flower == []
 
 
@@ -294,7 +294,7 @@ def test_a_mistake_in_the_configuration_is_told_before_anything_starts(cli, pilo
     pilot.config.write_text(pilot.config.read_text().replace("rounds = 42", "rounds = 0"))
     assert "rounds: given 0" in cli("deploy", "run", "pilot").error
     pilot.config.write_text(pilot.config.read_text().replace("rounds = 0", "rounds = 42").replace('"digits"', '"x"'))
-    assert "unknown dataset 'x'" in cli("deploy", "run", "pilot").error
+    assert 'data.name: given "x"' in cli("deploy", "run", "pilot").error
     assert flower == []
 
 
@@ -323,7 +323,7 @@ def test_a_server_that_goes_away_is_told(cli, pilot, serving, flower, monkeypatc
         raise control.NoAnswerError("gone")
 
     monkeypatch.setattr(launch, "watch", lambda *_: monkeypatch.setattr(launch, "connected", gone))
-    assert "went away before the run had ended" in cli("deploy", "run", "pilot").error
+    assert "the server stopped before the run had ended" in cli("deploy", "run", "pilot").error
 
 
 def test_ctrl_c_leaves_the_run_alone(cli, pilot, serving, flower, monkeypatch):
@@ -331,7 +331,7 @@ def test_ctrl_c_leaves_the_run_alone(cli, pilot, serving, flower, monkeypatch):
     monkeypatch.setattr(launch, "watch", lambda *_: signal.raise_signal(signal.SIGTERM))
     said = cli("deploy", "run", "pilot")
     assert said.code == 0
-    assert "The run goes on" in said.out
+    assert "The run continues" in said.out
     assert fake.calls == []
 
 
@@ -350,7 +350,7 @@ def test_stop_ends_what_is_going_on(cli, pilot, serving):
     assert "Run 2 is ended" in cli("deploy", "stop", "pilot").out
     assert fake.calls == [("stop", 2)]
     serving()
-    assert "No run is going on" in cli("deploy", "stop", "pilot").out
+    assert "No run is running" in cli("deploy", "stop", "pilot").out
 
 
 def test_nobody_answers(cli, pilot):
@@ -403,26 +403,26 @@ def test_add_node_tells_a_running_server(cli, pilot, serving):
 
 def test_add_node_without_a_server(cli, pilot):
     said = cli("deploy", "add-node", "pilot")
-    assert "from its next start on" in said.out
+    assert "after its next start" in said.out
     assert "population.clients in config.toml is now 3" in said.out
-    assert "has a node already" in cli("deploy", "add-node", "pilot", "--client", "2").error
+    assert "already has a node" in cli("deploy", "add-node", "pilot", "--client", "2").error
     assert cli("deploy", "add-node", "pilot", "--client", "99999").code == 2
     assert not pilot.folder("node-99999").exists()
     assert cli("deploy", "add-node", "pilot", "--client", "9999").code == 0
 
 
 def test_remove_node(cli, pilot, serving):
-    assert "refused when the server starts again" in cli("deploy", "remove-node", "pilot", "node-0").out
+    assert "refused from the next start of the server on" in cli("deploy", "remove-node", "pilot", "node-0").out
     fake = serving(nodes={registered_form(pilot.nodes()["node-1"]): NodeState(5, "online", "")})
     assert "refused from now on" in cli("deploy", "remove-node", "pilot", "node-1").out
     assert fake.calls == [("unregister", 5)]
     assert "unknown node 'node-1'" in cli("deploy", "remove-node", "pilot", "node-1").error
-    assert "nobody may connect" in cli("deploy", "server", "pilot").error
+    assert "no node may connect" in cli("deploy", "server", "pilot").error
 
 
 def test_what_is_no_pilot(cli, tmp_path):
-    assert "is no pilot's folder" in cli("deploy", "status", tmp_path).error
-    assert "is no node's folder" in cli("deploy", "node", tmp_path).error
+    assert "is not a pilot's folder" in cli("deploy", "status", tmp_path).error
+    assert "is not a node's folder" in cli("deploy", "node", tmp_path).error
 
 
 # What Flower's command line is given
@@ -451,13 +451,13 @@ def test_submit_hands_the_folders_to_flower(pilot, tmp_path, monkeypatch):
     ]
     assert variables["FLWR_HOME"] == str(pilot.flower)
     expected = {"config": str(pilot.config), "out": str(pilot.runs / "run-1"), "resume": True}
-    assert settings.read_text() == "".join(f"{key} = {toml_value(value)}\n" for key, value in expected.items())
+    assert tomllib.loads(settings.read_text()) == expected
 
 
 def test_what_flower_refuses_is_told(pilot, monkeypatch):
     failed = launch.subprocess.CompletedProcess([], 1, "", "no such\n app")
     monkeypatch.setattr(launch.subprocess, "run", lambda *_, **__: failed)
-    with pytest.raises(deploy.DeployError, match="Flower did not take the run: no such app"):
+    with pytest.raises(deploy.DeployError, match="Flower did not accept the run: no such app"):
         launch.submit(pilot, pilot.runs / "run-1", resume=False)
 
 

@@ -76,9 +76,9 @@ def test_tables_for_people():
     result = call("cifar10", "--exponent", "-1.5", "--clients", "50")
     assert result.exit_code == 0, result.output
     vc709 = next(line for line in result.stdout.splitlines() if "VC709" in line)
-    assert all(part in vc709 for part in ("100.00 GFLOPS", "2.0 GB", "1.5 GB/s", "65.5%"))
+    assert all(part in vc709 for part in ("100.00 GFLOPS", "2.0 GB", "1.5 GB/s", "65.5 %"))
     assert "exponent -1.5" in result.stdout
-    assert "What 50 clients can spare" in result.stdout
+    assert "Available on 50 clients" in result.stdout
     assert all(name in result.stdout for name in ("lowest", "median", "highest"))
     assert "…" not in result.stdout
 
@@ -94,7 +94,7 @@ def test_tables_for_people():
     ],
 )
 def test_a_line_says_which_draw_it_is(arguments, line):
-    assert call("cifar10", *arguments).stdout.splitlines()[-1] == line
+    assert call("cifar10", *arguments).stdout.splitlines()[-1] == f"- {line}"
 
 
 def test_a_pool_to_copy(tmp_path):

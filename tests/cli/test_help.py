@@ -22,6 +22,6 @@ def test_help_is_plain_text(cli, path):
 
 
 def test_arguments_are_explained(cli):
-    assert "A folder that is empty or not there yet." in cli("deploy", "init", "--help").out
+    assert "A folder that is empty or does not exist yet." in cli("deploy", "init", "--help").out
     assert "The run's folder." in cli("evaluate", "--help").out
     assert "[default: 9092; 1<=x<=65535]" in cli("deploy", "init", "--help").out

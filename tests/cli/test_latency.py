@@ -76,23 +76,23 @@ def test_table_for_people():
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert "vgg16, 30 batches of 64" in lines[0]
-    rows = {line.split("│")[1].strip(): line.split("│")[2:5] for line in lines if line.startswith("│")}
-    cells = {label: [float(cell) for cell in row] for label, row in rows.items()}
+    rows = {line.split("|")[1].strip(): line.split("|")[2:5] for line in lines if line.startswith("|")}
+    cells = {label: [float(cell) for cell in row] for label, row in list(rows.items())[2:]}
     assert cells["together"] == pytest.approx([10.24, 460.23, 470.47], abs=0.011)
     # A training step moves 603,331,312 bytes (0.4022 s) in nine accesses (1.53 s), an attack step 481,302,688 bytes
     # (0.3209 s) in six (1.02 s); a pass computes for 2 · 20.167 G / 1.3 T = 0.0310 s.
     assert cells["training steps"] == pytest.approx([0.93, 57.97, 58.90], abs=0.011)
-    assert cells["attack, 10 steps a batch"] == pytest.approx([9.31, 402.26, 411.57], abs=0.011)
+    assert cells["attack, 10 steps per batch"] == pytest.approx([9.31, 402.26, 411.57], abs=0.011)
     assert lines[-2:] == [
-        "a training step takes 301.67 MB: swapped, it does not fit in 60.00 MB",
-        "an attack step takes 179.64 MB: swapped, it does not fit in 60.00 MB",
+        "- a training step takes 301.67 MB: it does not fit into 60.00 MB and is swapped",
+        "- an attack step takes 179.64 MB: it does not fit into 60.00 MB and is swapped",
     ]
 
 
 def test_the_text_says_what_fits():
     assert call(memory="200MB").stdout.splitlines()[-2:] == [
-        "a training step takes 301.67 MB: swapped, it does not fit in 200.00 MB",
-        "an attack step takes 179.64 MB: fits in 200.00 MB",
+        "- a training step takes 301.67 MB: it does not fit into 200.00 MB and is swapped",
+        "- an attack step takes 179.64 MB: it fits into 200.00 MB",
     ]
 
 

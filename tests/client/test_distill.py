@@ -12,13 +12,14 @@ from fedprophet.cascade.atoms import explicit_chain
 from fedprophet.client.distill import distill, distillation_losses, predict
 from fedprophet.client.features import FeatureCache
 from fedprophet.client.layer_store import ClientStore
+from fedprophet.client.part import ModelPart
 from fedprophet.client.run import Client, run_client
-from fedprophet.client.segment import Segment
 from fedprophet.client.trainer import batches
 from fedprophet.client.workspace import Workspace
 from fedprophet.data.dataset import ClientData, LocalExamples, TensorExamples
 from fedprophet.messages.modules import ModuleStore
-from fedprophet.messages.task import SERVER, ClientTask, LocalTraining, Resources, Timeline
+from fedprophet.messages.tasks import Distill, Predict
+from fedprophet.messages.values import SERVER, LocalTraining, Resources, Timeline
 
 HYPER = LocalTraining(3, 2, learning_rate=0.5, momentum=0.9, weight_decay=0.1, strong_convexity=1.0)
 
@@ -35,9 +36,9 @@ def normed() -> nn.Sequential:
     )
 
 
-def whole(model: nn.Sequential) -> Segment:
+def whole(model: nn.Sequential) -> ModelPart:
     chain = explicit_chain(model)
-    return Segment(chain, 0, len(chain), None)
+    return ModelPart(chain, 0, len(chain), None)
 
 
 # The loss.
@@ -74,7 +75,7 @@ def test_distillation_is_sgd_on_the_mean_loss_of_each_batch() -> None:
     p = torch.softmax(torch.randn(5, 3), 1)
     targets = {"probabilities": p, "weights": torch.tensor([1.0, 0.5, 0.0, 2.0, 1.0])}
     targets["labels"] = torch.tensor([0, 2, 1, 1, 0])
-    task = ClientTask("distill", 4, SERVER, 11, training=HYPER, targets=targets)
+    task = Distill(round=4, client=SERVER, seed=11, training=HYPER, targets=targets)
     x, w, b = public.fetch(torch.arange(5)).flatten(1), layer.weight.detach().clone(), layer.bias.detach().clone()
     weight_speed, bias_speed, losses = torch.zeros_like(w), torch.zeros_like(b), []
     sizes = []
@@ -102,7 +103,7 @@ def even(count: int) -> dict[str, Tensor]:
 
 def test_norm_layers_learn_too_but_not_their_statistics_from_a_single_sample() -> None:
     model = normed().eval()
-    task = ClientTask("distill", 1, SERVER, 0, training=HYPER, targets=even(5))
+    task = Distill(round=1, client=SERVER, seed=0, training=HYPER, targets=even(5))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     distill(task, whole(model), examples(5))
     assert int(model[1].num_batches_tracked) == 2, "the third batch has one sample"
@@ -115,7 +116,7 @@ def test_a_loss_that_is_not_finite_ends_it() -> None:
     model = normed()
     targets = {**even(5), "probabilities": torch.full((5, 3), float("nan"))}
     before = model[5].weight.detach().clone()
-    loss = distill(ClientTask("distill", 1, SERVER, 0, training=HYPER, targets=targets), whole(model), examples(5))
+    loss = distill(Distill(round=1, client=SERVER, seed=0, training=HYPER, targets=targets), whole(model), examples(5))
     assert math.isnan(loss)
     assert torch.equal(model[5].weight, before)
 
@@ -127,8 +128,8 @@ def test_predictions_are_those_of_evaluation_mode_whatever_the_micro_batch() -> 
     model, public = normed().train(), examples(7)
     model[1].running_mean.fill_(0.3)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    segment = whole(model)
-    found = [predict(ClientTask("predict", 1, SERVER, 0, batch=size), segment, public) for size in (1, 3, 7, 64)]
+    part = whole(model)
+    found = [predict(Predict(round=1, client=SERVER, seed=0, batch=size), part, public) for size in (1, 3, 7, 64)]
     assert all(module.training for module in model)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     with torch.no_grad():
@@ -166,34 +167,35 @@ def changed_tensors(work: Workspace) -> dict[str, Tensor]:
 def test_a_model_predicts_the_public_samples_with_the_norm_layers_it_came_with(server: Client) -> None:
     work = workspace()
     tensors = changed_tensors(work)
-    task = ClientTask("predict", 1, SERVER, 0, number=3, last=6, batch=2, parameters=tensors)
+    task = Predict(round=1, client=SERVER, seed=0, number=3, last=6, batch=2, parameters=tensors)
     update = run_client(task, server, work)
     model = normed().eval()
     model.load_state_dict(tensors)
     with torch.no_grad():
         expected = model(server.data.train.fetch(torch.arange(5)))
-    assert torch.allclose(update.parameters["logits"], expected, atol=1e-5)
+    assert torch.allclose(update.logits, expected, atol=1e-5)
     assert (update.kind, update.client, update.number) == ("predict", SERVER, 3)
-    second = run_client(replace(task, parameters={}), server, work).parameters["logits"]
+    second = run_client(replace(task, parameters={}), server, work).logits
     assert not torch.allclose(second, expected, atol=1e-3), "norm layers of a task do not stay behind"
 
 
 def test_a_distilled_model_comes_back_whole_and_the_server_keeps_nothing(server: Client) -> None:
     work = workspace()
     tensors = changed_tensors(work)
-    task = ClientTask("distill", 1, SERVER, 0, number=1, last=6, training=HYPER, targets=even(5), parameters=tensors)
+    task = Distill(
+        round=1, client=SERVER, seed=0, number=1, last=6, training=HYPER, targets=even(5), parameters=tensors
+    )
     update = run_client(task, server, work)
     assert set(update.parameters) == set(normed().state_dict())
     assert int(update.parameters["1.num_batches_tracked"]) == 7
     assert not torch.equal(update.parameters["1.running_mean"], tensors["1.running_mean"])
     assert update.number == 1
-    assert set(update.metrics) == {"loss"}
     assert work.layers.get("backbone", SERVER, Timeline(), before=9) is None
 
 
 def test_draws_have_names_and_the_callers_generator_is_left_alone(server: Client) -> None:
     """Dropout is drawn anew for each of the models that are distilled side by side."""
-    task = ClientTask("distill", 1, SERVER, 0, last=6, training=HYPER, targets=even(5))
+    task = Distill(round=1, client=SERVER, seed=0, last=6, training=HYPER, targets=even(5))
     task = replace(task, parameters=changed_tensors(workspace()))
     found = []
     for disturbance, number in ((0, 0), (1, 0), (1, 1)):
@@ -204,5 +206,5 @@ def test_draws_have_names_and_the_callers_generator_is_left_alone(server: Client
         assert torch.equal(torch.random.get_rng_state(), before)
     assert torch.equal(found[0], found[1])
     assert not torch.equal(found[1], found[2])
-    run_client(replace(task, kind="predict"), server, work)
+    run_client(Predict(round=1, client=SERVER, seed=0, last=6, parameters=task.parameters), server, work)
     assert torch.equal(torch.random.get_rng_state(), before)

@@ -38,3 +38,22 @@ def test_something_larger_than_both_limits_is_still_returned() -> None:
     cache = FeatureCache(10, 10)
     assert torch.equal(cache.get("big", lambda: _tensor(3.0)), _tensor(3.0))
     assert cache.memory_bytes == cache.disk_bytes == 0
+
+
+def test_a_full_disk_costs_the_feature_cache_nothing_but_time(monkeypatch):
+    cache, calls = FeatureCache(memory_limit=80, disk_limit=800), []
+
+    def full(path, data):
+        path.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_bytes", full)
+    for key in (0, 1, 2, 0):
+        found = cache.get(key, lambda key=key: calls.append(key) or torch.full((10,), float(key)))
+        assert found[0] == key
+    assert calls == [0, 1, 2, 0]
+    assert cache.disk_bytes == 0
+    assert not any(cache._folder.iterdir()), "half a file stays"
+    folder = cache._folder
+    cache.clear()
+    assert not folder.exists()

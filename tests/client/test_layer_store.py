@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedprophet.client.layer_store import ClientStore
 from fedprophet.errors import CheckpointError
-from fedprophet.messages.task import Timeline
+from fedprophet.messages.values import Timeline
 
 ALL = Timeline()
 MANY = 10**9
@@ -222,7 +222,7 @@ def test_a_flush_writes_only_what_changed(tmp_path: Path) -> None:
 
 
 def held(store: ClientStore) -> list[int]:
-    return [client for _, client in store._clients]
+    return [client for (_, client), _ in store._clients.items()]
 
 
 def test_the_least_recently_used_leave_memory(tmp_path: Path) -> None:
@@ -254,7 +254,7 @@ def test_the_size_in_memory_is_counted_right(tmp_path: Path) -> None:
     for number in range(1, 30):
         put(store, number % 4, number, timeline=Timeline(floor=number - 3))
         get(store, (number * 7) % 4, number)
-        assert store._size == sum(client.size for client in store._clients.values()) <= 5 * 24
+        assert store._clients.size == sum(client.size for _, client in store._clients.items()) <= 5 * 24
 
 
 def test_without_a_directory_nothing_leaves_memory() -> None:

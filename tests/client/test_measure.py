@@ -8,38 +8,38 @@ import pytest
 import torch
 from torch import nn
 
-from fedprophet.attacks import ATTACKS, Attack, Outcome
+from fedprophet.attacks import ATTACKS, AttackEntry, Outcome
 from fedprophet.cascade.atoms import explicit_chain
 from fedprophet.client import measure
-from fedprophet.client.measure import evaluate, perturbation_magnitude
-from fedprophet.client.segment import Segment
+from fedprophet.client.measure import evaluate, evaluated_positions, perturbation_magnitude
+from fedprophet.client.part import ModelPart
 from fedprophet.data.dataset import LocalExamples, TensorExamples
-from fedprophet.messages.task import ClientTask
+from fedprophet.messages.tasks import Evaluate, Measure
 from fedprophet.threat import feature_threat, input_threat
 
-TASK = ClientTask("measure", 1, 0, seed=0, batch=3)
+TASK = Measure(round=1, client=0, seed=0, batch=3, threat=input_threat(0.1, 0.05, 20))
 
 
-def _threshold() -> Segment:
+def _threshold() -> ModelPart:
     """Class 1 where the one pixel is above 0.5."""
     layer = nn.Linear(1, 2)
     with torch.no_grad():
         layer.weight.copy_(torch.tensor([[0.0], [10.0]]))
         layer.bias.copy_(torch.tensor([0.0, -5.0]))
-    return Segment(explicit_chain([("layer", layer)]), 0, 1, None)
+    return ModelPart(explicit_chain([("layer", layer)]), 0, 1, None)
 
 
 def test_evaluation_counts_clean_and_attacked_hits() -> None:
     pixels = torch.tensor([[0.1], [0.45], [0.55], [0.9], [0.2]])
     examples = LocalExamples(TensorExamples(pixels, torch.tensor([0, 0, 1, 1, 1])), np.arange(5))
-    task = replace(TASK, kind="evaluate", threat=input_threat(0.1, 0.05, 10))
-    counts = evaluate(task, _threshold(), examples)
+    task = Evaluate(round=1, client=0, seed=0, batch=3, threat=input_threat(0.1, 0.05, 10))
     # 0.2 is wrong already; 0.45 and 0.55 lie within 0.1 of the threshold and fall to the attack.
-    assert counts == {"samples": 5.0, "clean": 4.0, "adversarial": 2.0}
-    assert evaluate(replace(task, threat=None), _threshold(), examples) == {"samples": 5.0, "clean": 4.0}
+    assert evaluate(task, _threshold(), examples) == (4, 2, {})
+    assert evaluate(task, _threshold(), examples, attacked=False) == (4, 0, {})
+    assert evaluate(replace(task, threat=None), _threshold(), examples) == (4, 0, {})
 
 
-EVALUATION = ClientTask("evaluate", 3, 2, seed=1, batch=4, threat=input_threat(0.1, 0.03, 3))
+EVALUATION = Evaluate(round=3, client=2, seed=1, batch=4, threat=input_threat(0.1, 0.03, 3))
 
 
 def _ramp(count: int) -> LocalExamples:
@@ -53,14 +53,21 @@ def test_parts_meet_the_attacks_of_the_whole(samples: int | None) -> None:
     """However the samples are dealt to tasks, the counts add up to the same."""
     task, examples = replace(EVALUATION, samples=samples), _ramp(30)
     whole = evaluate(task, _threshold(), examples)
-    assert whole["samples"] == (samples or 30)
-    assert 0 < whole["adversarial"] < whole["clean"]
+    assert 0 < whole[1] < whole[0] == (samples or 30)
     total = 30 if samples is None else samples
     parts = [
         evaluate(replace(task, part=(first, min(first + 8, total))), _threshold(), examples)
         for first in range(0, total, 8)
     ]
-    assert {name: sum(part[name] for part in parts) for name in whole} == whole
+    assert tuple(sum(part[index] for part in parts) for index in (0, 1)) == whole[:2]
+
+
+def test_which_samples_are_evaluated():
+    task = Evaluate(round=1, client=3, seed=0, samples=5, part=(2, 9))
+    chosen = evaluated_positions(replace(task, part=None), 20)
+    assert len(chosen) == 5
+    assert torch.equal(evaluated_positions(task, 20), chosen[2:])
+    assert torch.equal(evaluated_positions(replace(task, samples=None, part=None), 4), torch.arange(4))
 
 
 class Seen(LocalExamples):
@@ -98,9 +105,9 @@ def test_an_attack_is_an_entry_in_a_table(monkeypatch: pytest.MonkeyPatch) -> No
         seeds.append(seed)
         return Outcome(torch.zeros(len(labels), dtype=torch.bool), {"this": len(labels), "that": 1})
 
-    monkeypatch.setattr(measure, "ATTACKS", {**ATTACKS, "fake": Attack(attack, "Fake")})
+    monkeypatch.setattr(measure, "ATTACKS", {**ATTACKS, "fake": AttackEntry(attack, "Fake")})
     counts = evaluate(replace(EVALUATION, attack="fake"), _threshold(), _ramp(6))
-    assert counts == {"samples": 6.0, "clean": 6.0, "adversarial": 0.0, "broken:this": 6.0, "broken:that": 2.0}
+    assert counts == (6, 0, {"this": 6, "that": 2})
     assert len(set(seeds)) == 2
     evaluate(replace(EVALUATION, attack="fake"), _threshold(), _ramp(6))
     assert seeds[:2] == seeds[2:]
@@ -109,23 +116,22 @@ def test_an_attack_is_an_entry_in_a_table(monkeypatch: pytest.MonkeyPatch) -> No
 def test_autoattack_on_a_client() -> None:
     pixels = torch.tensor([[0.1], [0.45], [0.55], [0.9], [0.2]])
     examples = LocalExamples(TensorExamples(pixels, torch.tensor([0, 0, 1, 1, 1])), np.arange(5))
-    segment = _threshold()
-    segment.chain.atoms[0].train()
-    counts = evaluate(replace(EVALUATION, batch=5, attack="aa-fast"), segment, examples)
-    assert counts == {"samples": 5.0, "clean": 4.0, "adversarial": 2.0, "broken:apgd-ce": 2.0}
-    assert segment.chain.atoms[0].training, "its flag is as it was found"
+    part = _threshold()
+    part.chain.atoms[0].train()
+    counts = evaluate(replace(EVALUATION, batch=5, attack="aa-fast"), part, examples)
+    assert counts == (4, 2, {"apgd-ce": 2})
+    assert part.chain.atoms[0].training, "its flag is as it was found"
 
 
 def test_magnitude_of_a_linear_map_is_its_largest_singular_value() -> None:
     layer = nn.Linear(2, 2, bias=False)
     with torch.no_grad():
         layer.weight.copy_(torch.tensor([[3.0, 0.0], [0.0, 1.0]]))
-    segment = Segment(explicit_chain([("layer", layer)]), 0, 1, None)
+    part = ModelPart(explicit_chain([("layer", layer)]), 0, 1, None)
     task = replace(TASK, threat=feature_threat(0.5, 40, (-math.inf, math.inf)))
-    found = perturbation_magnitude(task, segment, torch.randn(7, 2, generator=torch.Generator().manual_seed(0)))
-    assert found["samples"] == 7.0
-    assert found["magnitude"] == pytest.approx(1.5, rel=0.01)
-    assert found["magnitude"] <= 1.5 + 1e-5
+    found = perturbation_magnitude(task, part, torch.randn(7, 2, generator=torch.Generator().manual_seed(0)))
+    assert found == pytest.approx(1.5, rel=0.01)
+    assert found <= 1.5 + 1e-5
 
 
 def test_magnitude_is_a_mean_of_per_sample_norms() -> None:
@@ -134,7 +140,5 @@ def test_magnitude_is_a_mean_of_per_sample_norms() -> None:
     with torch.no_grad():
         layer.weight.fill_(2.0)
         layer.bias.fill_(-0.5)
-    segment = Segment(explicit_chain([("layer", nn.Sequential(layer, nn.ReLU()))]), 0, 1, None)
-    task = replace(TASK, threat=input_threat(0.1, 0.05, 20))
-    found = perturbation_magnitude(task, segment, torch.tensor([[0.5], [0.0]]))
-    assert found == {"samples": 2.0, "magnitude": pytest.approx(0.1, abs=1e-6)}
+    part = ModelPart(explicit_chain([("layer", nn.Sequential(layer, nn.ReLU()))]), 0, 1, None)
+    assert perturbation_magnitude(TASK, part, torch.tensor([[0.5], [0.0]])) == pytest.approx(0.1, abs=1e-6)

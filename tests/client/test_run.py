@@ -1,7 +1,8 @@
 """A client carries out tasks: what it trains, what it keeps, what it sends back."""
 
+import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -16,7 +17,8 @@ from fedprophet.client.run import Client, run_client
 from fedprophet.client.workspace import Workspace
 from fedprophet.data.dataset import ClientData, LocalExamples, TensorExamples
 from fedprophet.messages.modules import ModuleStore, digest
-from fedprophet.messages.task import ClientTask, FrozenModule, LocalTraining, Resources
+from fedprophet.messages.tasks import Evaluate, Measure, ModelTask, Report, Task, Train
+from fedprophet.messages.values import FrozenModule, LocalTraining, Resources
 from fedprophet.threat import feature_threat, input_threat
 
 HYPER = LocalTraining(2, 5, learning_rate=0.1, momentum=0.9, weight_decay=0.0, strong_convexity=1e-3)
@@ -46,19 +48,24 @@ def _shared(workspace: Workspace, first: int, last: int) -> dict[str, Tensor]:
     return {name: workspace.chain.tensors[name].detach().clone() for name in workspace.chain.shared(first, last)}
 
 
-def _train_task(workspace: Workspace, first: int, last: int, head: int | None, **more: object) -> ClientTask:
+def _train_task(workspace: Workspace, first: int, last: int, head: int | None, **more: object) -> Task:
     parameters = _shared(workspace, first, last)
     if head is not None:
         torch.manual_seed(5)
         layer = build_head((4, 4, 4), 3)
         parameters |= {f"heads.{head}.{name}": p.detach() for name, p in layer.named_parameters()}
-    return ClientTask(
-        "train", 1, 0, 0, first=first, last=last, head=head, training=HYPER, parameters=parameters, **more
+    return Train(
+        round=1, client=0, seed=0, first=first, last=last, head=head, training=HYPER, parameters=parameters, **more
     )
 
 
+def _evaluation(task: Train, **changes: object) -> Evaluate:
+    same = {each.name: getattr(task, each.name) for each in fields(ModelTask)}
+    return Evaluate(**{**same, **changes})
+
+
 def test_report_tells_what_the_device_can_spare(workspace: Workspace, client: Client) -> None:
-    update = run_client(ClientTask("report", 4, 0, 0), client, workspace)
+    update = run_client(Report(round=4, client=0, seed=0), client, workspace)
     assert update.resources == Resources(1004, 5.0, 2.0)
     assert update.weight == 12.0
     assert update.local == {}
@@ -69,7 +76,7 @@ def test_training_sends_shared_parameters_and_head_and_keeps_norm_layers(workspa
     update = run_client(task, client, workspace)
     assert set(update.parameters) == {"one.0.weight", "one.0.bias", "heads.0.weight", "heads.0.bias"}
     assert all(not torch.equal(update.parameters[name], task.parameters[name]) for name in task.parameters)
-    own = run_client(ClientTask("report", 1, 0, 0, wants_local=True), client, workspace).local
+    own = run_client(Report(round=1, client=0, seed=0, wants_local=True), client, workspace).local
     assert set(own) == {f"one.1.{n}" for n in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")}
     assert int(own["one.1.num_batches_tracked"]) == 2
     assert not torch.equal(own["one.1.running_mean"], torch.zeros(4))
@@ -114,13 +121,15 @@ def test_a_frozen_prefix_feeds_cached_features_and_does_not_change(workspace: Wo
 def test_the_prefix_runs_with_the_clients_own_norm_layers(workspace: Workspace, client: Client) -> None:
     run_client(_train_task(workspace, 0, 1, head=0), client, workspace)
     frozen = _frozen(workspace, 1)
-    measure = ClientTask("measure", 2, 0, 0, first=1, last=2, frozen=frozen, threat=feature_threat(1.0, 3, (0.0, 9.0)))
+    measure = Measure(
+        round=2, client=0, seed=0, first=1, last=2, frozen=frozen, threat=feature_threat(1.0, 3, (0.0, 9.0))
+    )
     measure = replace(measure, parameters=_shared(workspace, 1, 2))
     trained = run_client(measure, client, workspace)
     stranger = run_client(replace(measure, client=1), client, workspace)
     assert trained.weight == stranger.weight == 9.0
-    assert trained.metrics["magnitude"] > 0
-    assert trained.metrics["magnitude"] != stranger.metrics["magnitude"]
+    assert trained.magnitude > 0
+    assert trained.magnitude != stranger.magnitude
 
 
 def test_evaluation_uses_what_the_client_trained_in_this_round(workspace: Workspace, client: Client) -> None:
@@ -130,8 +139,8 @@ def test_evaluation_uses_what_the_client_trained_in_this_round(workspace: Worksp
     hook = workspace.chain.atoms[0].register_forward_hook(
         lambda *_: seen.append(workspace.chain.tensors["one.1.running_mean"].clone())
     )
-    run_client(replace(task, kind="evaluate", training=None), client, workspace)
-    run_client(replace(task, kind="evaluate", training=None, round=0), client, workspace)
+    run_client(_evaluation(task), client, workspace)
+    run_client(_evaluation(task, round=0), client, workspace)
     hook.remove()
     own = workspace.layers.get("backbone", 0, task.timeline, before=2)
     assert own is not None
@@ -143,8 +152,30 @@ def test_a_diverged_client_keeps_its_own_layers(workspace: Workspace, client: Cl
     task = _train_task(workspace, 0, 1, head=0)
     poisoned = {**task.parameters, "one.0.weight": torch.full((4, 1, 3, 3), float("nan"))}
     update = run_client(replace(task, parameters=poisoned), client, workspace)
-    assert update.metrics["loss"] != update.metrics["loss"]
+    assert update.loss != update.loss
     assert workspace.layers.get("backbone", 0, task.timeline, before=9) is None
+
+
+def test_norm_statistics_that_overflow_make_the_update_unusable():
+    """A feature of 10^25 has an infinite variance, by which it is normalised to zero: loss and weights look healthy."""
+    chain = explicit_chain(
+        [("one", nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(8, 3)))]
+    )
+    layers = ClientStore(None, 10**6)
+    workspace = Workspace(chain, (1, 2, 2), 3, ModuleStore(), layers, FeatureCache(10**6, 10**6))
+    with torch.no_grad():
+        chain.tensors["one.0.weight"].fill_(1e25)
+    parameters = {name: chain.tensors[name].detach().clone() for name in chain.shared()}
+    torch.manual_seed(0)
+    examples = TensorExamples(torch.rand(8, 1, 2, 2), torch.arange(8) % 3)
+    data = ClientData(LocalExamples(examples, np.arange(6)), LocalExamples(examples, np.arange(6, 8)))
+    training = LocalTraining(1, 6, learning_rate=0.1, momentum=0.0, weight_decay=0.0, strong_convexity=0.0)
+    task = Train(round=1, client=0, seed=0, last=1, training=training, parameters=parameters)
+    update = run_client(task, Client(data, lambda _: Resources(1, 1.0, 1.0)), workspace)
+    assert all(bool(torch.isfinite(value).all()) for value in update.parameters.values())
+    assert math.isinf(float(chain.tensors["one.1.running_var"].max()))
+    assert math.isnan(update.loss), "the server does not see the statistics: the loss has to tell it"
+    assert layers.get("backbone", 0, task.timeline, before=2) is None
 
 
 def test_empty_and_tiny_shards_work(workspace: Workspace, client: Client) -> None:
@@ -152,8 +183,14 @@ def test_empty_and_tiny_shards_work(workspace: Workspace, client: Client) -> Non
     update = run_client(_train_task(workspace, 0, 3, head=None), Client(one, client.resources), workspace)
     assert all(bool(torch.isfinite(value).all()) for value in update.parameters.values())
     nobody = ClientData(one.train, LocalExamples(client.data.train, np.arange(0)))
-    task = replace(_train_task(workspace, 0, 3, head=None), kind="evaluate")
-    assert run_client(task, Client(nobody, client.resources), workspace).metrics == {"samples": 0.0}
+    task = _evaluation(_train_task(workspace, 0, 3, head=None))
+    answer = run_client(task, Client(nobody, client.resources), workspace)
+    assert (answer.samples, answer.clean, answer.adversarial) == (0, 0, 0)
+
+
+def test_a_task_without_a_handler_is_refused(workspace: Workspace, client: Client) -> None:
+    with pytest.raises(NotImplementedError, match="no handler for a task of the class Task"):
+        run_client(Task(round=1, client=0, seed=0), client, workspace)
 
 
 def _same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:

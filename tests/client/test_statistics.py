@@ -15,8 +15,10 @@ from fedprophet.client.run import Client, run_client
 from fedprophet.client.statistics import ADVERSARIAL, statistics_names
 from fedprophet.client.workspace import Workspace
 from fedprophet.data.dataset import ClientData, LocalExamples, TensorExamples
+from fedprophet.messages.answers import Adopted
 from fedprophet.messages.modules import ModuleStore
-from fedprophet.messages.task import ClientTask, LocalTraining, Resources, Timeline
+from fedprophet.messages.tasks import Adopt, Evaluate, Train
+from fedprophet.messages.values import LocalTraining, Resources, Timeline
 from fedprophet.threat import input_threat
 
 MEAN, VAR, COUNT = "all.1.running_mean", "all.1.running_var", "all.1.num_batches_tracked"
@@ -77,9 +79,9 @@ def train(workspace, client, attacked, round=1, iterations=1, rate=0.0, **more):
     hyper = LocalTraining(iterations, 4, learning_rate=rate, momentum=0.0, weight_decay=0.0, strong_convexity=0.0)
     tensors = workspace.chain.tensors
     shared = {name: tensors[name].detach().clone() for name in workspace.chain.shared()}
-    task = ClientTask("train", round, 0, 0, last=1, training=hyper, parameters=shared, **more)
     two_sets = {"threat": THREAT, "adversarial_statistics": True} if attacked else {}
-    return run_client(ClientTask(**{**vars(task), **two_sets}), client, workspace)
+    where = {"round": round, "client": 0, "seed": 0, "last": 1}
+    return run_client(Train(**where, training=hyper, parameters=shared, **{**more, **two_sets}), client, workspace)
 
 
 def own(workspace, before=99):
@@ -175,7 +177,7 @@ def test_a_clean_set_that_is_not_finite_makes_the_update_unusable(workspace, cli
     broken = {**own(workspace), MEAN: torch.tensor([-math.inf])}
     workspace.layers.put("backbone", 0, 1, broken, Timeline())
     update = train(workspace, client, attacked=True, round=2)
-    assert math.isnan(update.metrics["loss"])
+    assert math.isnan(update.loss)
     after_round_1 = Timeline(discarded=((0, 1),))
     assert workspace.layers.get("backbone", 0, after_round_1, 99) is None, "nothing of round 2 is kept"
 
@@ -186,8 +188,9 @@ def test_a_clean_set_that_is_not_finite_makes_the_update_unusable(workspace, cli
 def evaluate(workspace, client, **more):
     tensors = workspace.chain.tensors
     shared = {name: tensors[name].detach().clone() for name in workspace.chain.shared()}
-    task = ClientTask("evaluate", 1, 0, 0, last=1, parameters=shared, **more)
-    return dict(run_client(task, client, workspace).metrics)
+    task = Evaluate(round=1, client=0, seed=0, last=1, parameters=shared, **more)
+    answer = run_client(task, client, workspace)
+    return answer.samples, answer.clean, answer.adversarial
 
 
 def test_clean_images_meet_the_clean_statistics_and_attacked_ones_the_others(workspace, client):
@@ -195,23 +198,23 @@ def test_clean_images_meet_the_clean_statistics_and_attacked_ones_the_others(wor
     tensors = {MEAN: torch.tensor([2.2]), ADVERSARIAL + MEAN: torch.tensor([5.0])}
     workspace.layers.put("backbone", 0, 1, tensors, Timeline())
     two_sets = evaluate(workspace, client, threat=THREAT, adversarial_statistics=True)
-    assert two_sets == {"samples": 4, "clean": 4, "adversarial": 3}
-    assert evaluate(workspace, client) == {"samples": 4, "clean": 4}, "the next task finds the clean set"
-    assert evaluate(workspace, client, threat=THREAT)["adversarial"] == 4
+    assert two_sets == (4, 4, 3)
+    assert evaluate(workspace, client) == (4, 4, 0), "the next task finds the clean set"
+    assert evaluate(workspace, client, threat=THREAT) == (4, 4, 4)
 
 
 def test_without_adversarial_statistics_the_clean_ones_serve(workspace, client):
     workspace.layers.put("backbone", 0, 1, {MEAN: torch.tensor([2.2])}, Timeline())
     found = evaluate(workspace, client, threat=THREAT, adversarial_statistics=True)
-    assert found == {"samples": 4, "clean": 4, "adversarial": 4}
+    assert found == (4, 4, 4)
 
 
 def test_what_is_adopted_changes_nothing_else(workspace, client):
     train(workspace, client, attacked=False, round=2)
     before = own(workspace)
     given = {ADVERSARIAL + MEAN: torch.tensor([5.0]), ADVERSARIAL + VAR: torch.tensor([2.0])}
-    update = run_client(ClientTask("adopt", 2, 0, 0, last=1, parameters=given), client, workspace)
-    assert (update.kind, update.parameters, update.local) == ("adopt", {}, {})
+    update = run_client(Adopt(round=2, client=0, seed=0, parameters=given), client, workspace)
+    assert update == Adopted(round=2, client=0, weight=8.0)
     after = own(workspace)
     assert set(after) == {*before, *given}
     assert all(torch.equal(after[name], value) for name, value in {**before, **given}.items())

@@ -18,7 +18,8 @@ from fedprophet.client.subnetwork import NarrowLayers, narrowed
 from fedprophet.client.workspace import Workspace
 from fedprophet.data.dataset import ClientData, LocalExamples, TensorExamples
 from fedprophet.messages.modules import ModuleStore
-from fedprophet.messages.task import ClientTask, LocalTraining, Resources, Timeline
+from fedprophet.messages.tasks import Evaluate, Task, Train
+from fedprophet.messages.values import LocalTraining, Resources, Timeline
 from fedprophet.models import build
 from fedprophet.threat import input_threat
 
@@ -61,11 +62,13 @@ def client() -> Client:
     return client_of(images, torch.tensor([0, 0, 1, 0, 1, 1]))
 
 
-def task_of(workspace, kept, round=1, **more) -> ClientTask:
+def task_of(workspace, kept, round=1, **more) -> Task:
     tensors = workspace.chain.tensors
     shared = {name: tensors[name].detach() for name in workspace.chain.shared()}
     parameters = slice_state(workspace.channels, kept, shared)
-    return ClientTask("train", round, 0, 0, last=2, training=ONE_STEP, kept=kept, parameters=parameters, **more)
+    return Train(
+        round=round, client=0, seed=0, last=2, training=ONE_STEP, kept_channels=kept, parameters=parameters, **more
+    )
 
 
 def own(workspace, before=99):
@@ -155,14 +158,14 @@ def test_evaluation_of_the_full_model_after_narrow_training(workspace, client):
     run_client(task_of(workspace, KEPT), client, workspace)
     tensors = workspace.chain.tensors
     shared = {name: tensors[name].detach().clone() for name in workspace.chain.shared()}
-    evaluate = ClientTask("evaluate", 1, 0, 0, last=2, parameters=shared)
+    evaluate = Evaluate(round=1, client=0, seed=0, last=2, parameters=shared)
     seen = []
     hook = workspace.chain.atoms[0].register_forward_hook(
         lambda *_: seen.append(tensors["one.1.running_mean"].detach().clone())
     )
     update = run_client(evaluate, client, workspace)
     hook.remove()
-    assert update.metrics["samples"] == 6
+    assert update.samples == 6
     assert torch.equal(seen[0], own(workspace)["one.1.running_mean"])
 
 
@@ -172,7 +175,7 @@ def test_a_client_that_has_not_trained_starts_from_the_initial_layers(workspace,
     shared = {name: workspace.chain.tensors[name].detach().clone() for name in workspace.chain.shared()}
     strange = {name: torch.full_like(value, 7) for name, value in initial.items()}
     workspace.layers.put("backbone", 5, 0, strange, Timeline())
-    run_client(ClientTask("evaluate", 1, 5, 0, last=2, parameters=shared), client, workspace)
+    run_client(Evaluate(round=1, client=5, seed=0, last=2, parameters=shared), client, workspace)
     assert float(workspace.chain.tensors["one.1.running_mean"][0]) == 7
     run_client(task_of(workspace, KEPT), client, workspace)
     torch.testing.assert_close(own(workspace)["one.1.running_mean"], torch.tensor([0.1, 0.0, 0.1]))
@@ -184,7 +187,7 @@ def test_a_diverged_client_keeps_its_layers(workspace, client):
     task = task_of(workspace, KEPT, round=2)
     broken = {**task.parameters, "one.0.weight": torch.full((2, 1, 1, 1), math.inf)}
     update = run_client(replace(task, parameters=broken), client, workspace)
-    assert math.isnan(update.metrics["loss"])
+    assert math.isnan(update.loss)
     assert all(torch.equal(value, first[name]) for name, value in own(workspace).items())
 
 
@@ -254,14 +257,13 @@ def test_a_residual_network_is_trained_narrow():
     draw = torch.Generator().manual_seed(1)
     kept = kept_channels(workspace.channels, 0.5, lambda width, count: random_channels(width, count, draw))
     full = {name: workspace.chain.tensors[name].detach().clone() for name in workspace.chain.shared()}
-    task = ClientTask(
-        "train",
-        1,
-        0,
-        0,
+    task = Train(
+        round=1,
+        client=0,
+        seed=0,
         last=len(workspace.chain),
         training=ONE_STEP,
-        kept=kept,
+        kept_channels=kept,
         parameters=slice_state(workspace.channels, kept, full),
         threat=input_threat(0.1, 0.05, 1),
     )

@@ -8,20 +8,21 @@ from torch import nn
 
 from fedprophet.attacks.pgd import pgd
 from fedprophet.cascade.atoms import Chain, explicit_chain
-from fedprophet.client.segment import Segment
+from fedprophet.client.part import ModelPart
 from fedprophet.client.trainer import batches, perturb, train
-from fedprophet.messages.task import ClientTask, LocalTraining
+from fedprophet.messages.tasks import Train
+from fedprophet.messages.values import LocalTraining
 from fedprophet.randomness import generator
 from fedprophet.threat import input_threat
 
 HYPER = LocalTraining(1, 4, learning_rate=0.5, momentum=0.9, weight_decay=0.1, strong_convexity=0.0)
-TASK = ClientTask("train", 3, 7, seed=11, training=HYPER)
+TASK = Train(round=3, client=7, seed=11, training=HYPER)
 
 
-def _linear(inputs: int = 2, classes: int = 2) -> tuple[nn.Linear, Segment]:
+def _linear(inputs: int = 2, classes: int = 2) -> tuple[nn.Linear, ModelPart]:
     torch.manual_seed(1)
     layer = nn.Linear(inputs, classes)
-    return layer, Segment(explicit_chain([("layer", layer)]), 0, 1, None)
+    return layer, ModelPart(explicit_chain([("layer", layer)]), 0, 1, None)
 
 
 def test_batches_are_shuffled_passes_whose_last_batch_may_be_smaller() -> None:
@@ -37,12 +38,12 @@ def test_batches_are_shuffled_passes_whose_last_batch_may_be_smaller() -> None:
 
 
 def test_one_iteration_is_one_sgd_step_with_weight_decay() -> None:
-    layer, segment = _linear()
+    layer, part = _linear()
     x, labels = torch.tensor([[1.0, 2.0], [-1.0, 0.5]]), torch.tensor([0, 1])
     weight, bias = layer.weight.detach().clone(), layer.bias.detach().clone()
     probabilities = torch.softmax(x @ weight.T + bias, dim=1)
     residual = (probabilities - nn.functional.one_hot(labels, 2)) / 2
-    loss = train(TASK, segment, x, labels)
+    loss = train(TASK, part, x, labels)
     assert torch.allclose(layer.weight, weight - 0.5 * (residual.T @ x + 0.1 * weight), atol=1e-6)
     assert torch.allclose(layer.bias, bias - 0.5 * (residual.sum(0) + 0.1 * bias), atol=1e-6)
     assert loss == pytest.approx(-probabilities[[0, 1], labels].log().mean().item(), rel=1e-5)
@@ -50,7 +51,7 @@ def test_one_iteration_is_one_sgd_step_with_weight_decay() -> None:
 
 
 def test_momentum_carries_from_iteration_to_iteration_and_starts_at_zero() -> None:
-    layer, segment = _linear()
+    layer, part = _linear()
     x, labels = torch.tensor([[1.0, 2.0], [-1.0, 0.5]]), torch.tensor([0, 1])
     reference = nn.Linear(2, 2)
     reference.load_state_dict(layer.state_dict())
@@ -62,12 +63,12 @@ def test_momentum_carries_from_iteration_to_iteration_and_starts_at_zero() -> No
             for p, g, v in zip(reference.parameters(), gradients, velocity, strict=True):
                 v.mul_(0.9).add_(g + 0.1 * p)
                 p.sub_(0.5 * v)
-    train(replace(TASK, training=replace(HYPER, iterations=2)), segment, x, labels)
+    train(replace(TASK, training=replace(HYPER, iterations=2)), part, x, labels)
     assert torch.allclose(layer.weight, reference.weight, atol=1e-6)
 
 
 def test_the_step_is_taken_on_the_batch_that_the_attack_found() -> None:
-    layer, segment = _linear()
+    layer, part = _linear()
     x, labels = torch.rand(4, 2), torch.tensor([0, 1, 1, 0])
     task = replace(TASK, threat=input_threat(0.2, 0.1, 3))
     order = next(batches(4, 4, 1, task))
@@ -79,7 +80,7 @@ def test_the_step_is_taken_on_the_batch_that_the_attack_found() -> None:
     assert not torch.allclose(attacked, x[order])
     loss = nn.functional.cross_entropy(layer(attacked), labels[order])
     (gradient,) = torch.autograd.grad(loss, layer.weight)
-    train(task, segment, x, labels)
+    train(task, part, x, labels)
     assert torch.allclose(layer.weight, weight - 0.5 * (gradient + 0.1 * weight), atol=1e-6)
 
 
@@ -91,13 +92,13 @@ def _normed() -> tuple[nn.Sequential, Chain]:
 
 def test_the_attack_leaves_norm_statistics_alone_and_the_step_moves_them() -> None:
     network, chain = _normed()
-    segment = Segment(chain, 0, len(chain), None)
+    part = ModelPart(chain, 0, len(chain), None)
     x, labels = torch.rand(8, 3), torch.randint(0, 2, (8,))
     before = network[1].running_mean.clone()
     task = replace(TASK, threat=input_threat(0.1, 0.05, 2))
-    perturb(task, segment, x, labels, 0)
+    perturb(task, part, x, labels, 0)
     assert torch.equal(network[1].running_mean, before)
-    train(task, segment, x, labels)
+    train(task, part, x, labels)
     assert not torch.equal(network[1].running_mean, before)
     assert int(network[1].num_batches_tracked) == 1
 
@@ -106,15 +107,15 @@ def test_flags_are_given_back_as_they_were_found() -> None:
     network, chain = _normed()
     network.eval()
     network[3].train()
-    segment = Segment(chain, 0, len(chain), None)
-    train(replace(TASK, threat=input_threat(0.1, 0.05, 2)), segment, torch.rand(4, 3), torch.tensor([0, 1, 0, 1]))
+    part = ModelPart(chain, 0, len(chain), None)
+    train(replace(TASK, threat=input_threat(0.1, 0.05, 2)), part, torch.rand(4, 3), torch.tensor([0, 1, 0, 1]))
     assert [module.training for module in network] == [False, False, False, True, False]
 
 
 def test_a_batch_of_one_sample_trains_with_its_norm_layers_in_evaluation_mode() -> None:
     network, chain = _normed()
     weight = network[0].weight.detach().clone()
-    train(TASK, Segment(chain, 0, len(chain), None), torch.rand(1, 3), torch.tensor([1]))
+    train(TASK, ModelPart(chain, 0, len(chain), None), torch.rand(1, 3), torch.tensor([1]))
     assert int(network[1].num_batches_tracked) == 0
     assert not torch.equal(network[0].weight, weight)
 
@@ -124,15 +125,15 @@ def test_dropout_draws_depend_on_the_names_of_the_draw_alone() -> None:
     for disturbance in (0, 1):
         network, chain = _normed()
         torch.manual_seed(disturbance)
-        train(TASK, Segment(chain, 0, len(chain), None), torch.ones(4, 3).cumsum(0), torch.tensor([0, 1, 0, 1]))
+        train(TASK, ModelPart(chain, 0, len(chain), None), torch.ones(4, 3).cumsum(0), torch.tensor([0, 1, 0, 1]))
         results.append(network[4].weight.detach().clone())
     assert torch.equal(*results)
 
 
 def test_training_stops_at_a_loss_that_is_not_finite() -> None:
-    layer, segment = _linear()
+    layer, part = _linear()
     weight = layer.weight.detach().clone()
-    loss = train(TASK, segment, torch.full((4, 2), float("nan")), torch.tensor([0, 1, 0, 1]))
+    loss = train(TASK, part, torch.full((4, 2), float("nan")), torch.tensor([0, 1, 0, 1]))
     assert loss != loss
     assert torch.equal(layer.weight, weight)
 
@@ -143,12 +144,12 @@ def test_training_takes_the_steps_of_torchs_own_optimiser_bit_for_bit(momentum: 
     hyper = LocalTraining(7, 4, 0.3, momentum=momentum, weight_decay=weight_decay, strong_convexity=0.0)
     task = replace(TASK, training=hyper)
     inputs, labels = torch.randn(10, 5, generator=torch.Generator().manual_seed(2)), torch.arange(10) % 3
-    (ours, segment), (theirs, _) = _linear(5, 3), _linear(5, 3)
+    (ours, part), (theirs, _) = _linear(5, 3), _linear(5, 3)
     # A parameter that the loss does not depend on has no gradient, and is not decayed either.
     ours.unused, theirs.unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    segment = Segment(explicit_chain([("layer", ours)]), 0, 1, None)
-    assert ours.unused in set(segment.parameters())
-    loss = train(task, segment, inputs, labels)
+    part = ModelPart(explicit_chain([("layer", ours)]), 0, 1, None)
+    assert ours.unused in set(part.parameters())
+    loss = train(task, part, inputs, labels)
     optimiser = torch.optim.SGD(theirs.parameters(), lr=0.3, momentum=momentum, weight_decay=weight_decay)
     losses = []
     for batch in batches(10, 4, 7, task):

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from fedprophet.data import cifar10, load
-from fedprophet.data.options import DataOptions
 from fedprophet.errors import DataError
 
 COUNT = 4
@@ -87,7 +86,7 @@ def test_a_complete_archive_beats_a_folder_that_is_not(root):
     (root / FOLDER).mkdir()
     (root / FOLDER / FILES[0]).write_bytes(b"1")
     assert load("cifar10", root).digest() == digest
-    assert cifar10.check(DataOptions(root)).found == archive
+    assert cifar10.check(root).found == archive
 
 
 def test_real_sizes():
@@ -100,7 +99,7 @@ def test_files_of_the_real_size(tmp_path):
     for name in [*FILES, "test_batch.bin"]:
         with (tmp_path / name).open("wb") as file:
             file.truncate(30_730_000 - (name == FILES[4]))
-    findings = cifar10.check(DataOptions(tmp_path))
+    findings = cifar10.check(tmp_path)
     assert (findings.train, findings.test, findings.images["airplane"]) == (40_000, 10_000, 50_000)
     assert findings.problems == (
         "data_batch_5.bin is truncated: it has 30729999 bytes instead of 30730000 (10000 records of 3073)",
@@ -145,7 +144,7 @@ def test_a_file_that_is_not_right_is_named(root, name, in_archive, spoil, text):
     assert str(caught.value).startswith(f"cifar10: {place} is not complete: {name} {text}")
     assert "fedprophet data get cifar10 --root" in str(caught.value)
     assert "\n" not in str(caught.value)
-    findings = cifar10.check(DataOptions(root))
+    findings = cifar10.check(root)
     assert findings.found == place
     assert findings.problems[0].startswith(f"{name} {text}")
     assert (findings.train, findings.test) == ((20, 0) if name == "test_batch.bin" else (16, 4))
@@ -162,7 +161,7 @@ def test_a_long_file_is_not_read(root):
 
 def test_the_names_of_classes_may_be_missing(root):
     (root / FOLDER / "batches.meta.txt").unlink()
-    assert cifar10.check(DataOptions(root)).complete
+    assert cifar10.check(root).complete
 
 
 @pytest.mark.parametrize("cut", [20, 200])
@@ -175,7 +174,7 @@ def test_an_archive_that_breaks_off(root, cut):
 
 def test_an_archive_that_is_none(root):
     packed(root).write_bytes(b"<html>not found</html>" * 40)
-    findings = cifar10.check(DataOptions(root))
+    findings = cifar10.check(root)
     assert not findings.complete
     assert "is damaged or not whole" in findings.problems[0]
 
@@ -195,12 +194,12 @@ def test_a_link_in_an_archive_is_not_followed(root, tmp_path):
             else:
                 entry.size = len(content)
                 tar.addfile(entry, io.BytesIO(content))
-    assert cifar10.check(DataOptions(root)).problems == (f"{FILES[0]} is missing",)
+    assert cifar10.check(root).problems == (f"{FILES[0]} is missing",)
 
 
 def test_only_the_folder_of_the_binary_version_counts_in_an_archive(root):
     packed(root, prefix="../")
-    assert cifar10.check(DataOptions(root)).problems[0] == f"{FILES[0]} is missing"
+    assert cifar10.check(root).problems[0] == f"{FILES[0]} is missing"
 
 
 @pytest.mark.parametrize("exists", [True, False])
@@ -229,10 +228,9 @@ def test_no_root_means_the_folder_data(root, monkeypatch):
     assert load("cifar10").digest() == expected
 
 
-@pytest.mark.parametrize("option", [{"size": 64}, {"test_per_class": 5}, {"cache": "somewhere"}])
-def test_options_of_image_folders_are_refused(root, option):
-    with pytest.raises(DataError, match=f"data.{next(iter(option))} is nothing that cifar10 can change"):
-        load("cifar10", root, **option)
+def test_options_of_image_folders_are_refused(root):
+    with pytest.raises(DataError, match=r"data\.options: unknown option of cifar10 'size'\. Known: none"):
+        load("cifar10", root, size=64)
 
 
 # ---------------------------------------------------------------- get

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from fedprophet.data import cache, folder, load
-from fedprophet.data.options import DataOptions
 from fedprophet.errors import DataError
 
 Image = pytest.importorskip("PIL.Image")
@@ -34,6 +33,11 @@ def everything(examples):
 def reds(examples):
     """The red value of each image of one colour."""
     return everything(examples)[:, 0, 0, 0].mul(255).round().int().tolist()
+
+
+def entries(place):
+    """What a cache holds besides its lock."""
+    return [path for path in place.iterdir() if path.name != ".lock"]
 
 
 @pytest.fixture
@@ -112,7 +116,7 @@ def test_a_root_without_images(tmp_path, make, text):
     make(root)
     with pytest.raises(DataError, match=text):
         load("folder", root)
-    findings = folder.check(DataOptions(root))
+    findings = folder.check(root)
     assert not findings.complete
     assert len(findings.problems) == 1
 
@@ -124,7 +128,7 @@ def test_no_root():
 
 @pytest.mark.parametrize("option", [{"size": 0}, {"size": -3}, {"size": True}, {"size": 2.5}, {"test_per_class": 0}])
 def test_options_that_make_no_sense(tree, option):
-    with pytest.raises(DataError, match=f"data.{next(iter(option))} must be a positive whole number"):
+    with pytest.raises(DataError, match=f"data.options.{next(iter(option))} must be a positive whole number"):
         load("folder", tree, **option)
 
 
@@ -225,7 +229,7 @@ def test_one_in_a_hundred_may_be_broken(hundred, caplog):
     assert reds(dataset.train) == [*range(2, 50), *range(103, 150)]
     load("folder", hundred, size=2, test_per_class=2)
     assert len(caplog.messages) == 2  # it is said in every run, not only where the image was decoded
-    findings = folder.check(DataOptions(hundred, size=2))
+    findings = folder.check(hundred, size=2)
     assert findings.images == {"class0": 50, "class1": 49}
     assert findings.notes[0].endswith("1 broken ones left out")
 
@@ -240,7 +244,7 @@ def test_more_is_an_error(hundred, content):
     assert text.startswith(f"more than 1% of the 100 images in {hundred} cannot be read: 2 so far, the first is ")
     assert str(hundred / "class0" / "05.png") in text
     assert "\n" not in text
-    assert list((hundred / ".fedprophet-cache").iterdir()) == []
+    assert entries(hundred / ".fedprophet-cache") == []
 
 
 def test_too_little_memory_is_not_a_broken_image(tree, monkeypatch):
@@ -271,7 +275,7 @@ def test_images_are_decoded_once(tree, decoded):
     assert len(decoded) == 20
     load("folder", tree, size=9)
     assert len(decoded) == 40
-    assert len(list((tree / ".fedprophet-cache").iterdir())) == 2
+    assert len(entries(tree / ".fedprophet-cache")) == 2
 
 
 def test_images_stay_on_the_disk(tree):
@@ -305,7 +309,7 @@ def test_a_change_is_noticed_and_the_old_images_are_removed(tree, decoded, chang
     decoded.clear()
     load("folder", tree, size=8)
     assert len(decoded) in (19, 20, 21)
-    kept = sorted(path.name[:3] for path in (tree / ".fedprophet-cache").iterdir())
+    kept = sorted(path.name[:3] for path in entries(tree / ".fedprophet-cache"))
     assert kept == ["8x8", "9x9"]
 
 
@@ -313,7 +317,7 @@ def test_a_folder_for_the_cache(tree, tmp_path, decoded):
     for size in (8, 9):
         load("folder", tree, size=size, cache=tmp_path / "elsewhere" / "cache")
     assert not (tree / ".fedprophet-cache").exists()
-    assert len(list((tmp_path / "elsewhere" / "cache").iterdir())) == 2
+    assert len(entries(tmp_path / "elsewhere" / "cache")) == 2
     other = tmp_path / "other"
     for name in ("a", "b"):
         for number in range(2):
@@ -326,7 +330,7 @@ def test_a_folder_for_the_cache(tree, tmp_path, decoded):
 
 def test_a_place_that_cannot_be_written_to(tree):
     (tree / ".fedprophet-cache").write_text("in the way")
-    with pytest.raises(DataError, match=r"cannot write the decoded images to .*Give another folder .* data\.cache"):
+    with pytest.raises(DataError, match=r"cannot write the decoded images to .*Give another .* data\.options\.cache"):
         load("folder", tree, size=8)
 
 
@@ -354,7 +358,7 @@ def test_too_little_room_is_found_before_the_work(tree, decoded, monkeypatch):
 )
 def test_a_damaged_entry_is_made_again(tree, decoded, name, spoil):
     digest = load("folder", tree, size=8).digest()
-    (entry,) = (tree / ".fedprophet-cache").iterdir()
+    (entry,) = entries(tree / ".fedprophet-cache")
     content = spoil((entry / name).read_bytes())
     (entry / name).unlink()
     if content is not None:
@@ -374,18 +378,18 @@ def test_work_that_is_stopped_leaves_nothing(tree, monkeypatch):
     monkeypatch.setattr(folder, "decode", decode)
     with pytest.raises(KeyboardInterrupt):
         load("folder", tree, size=8)
-    assert list((tree / ".fedprophet-cache").iterdir()) == []
+    assert entries(tree / ".fedprophet-cache") == []
     monkeypatch.undo()
     assert reds(load("folder", tree, size=8).test) == [0, 1, 100, 101]
 
 
 def test_what_a_kill_leaves_is_cleared_away(tree):
     load("folder", tree, size=8)
-    (entry,) = (tree / ".fedprophet-cache").iterdir()
+    (entry,) = entries(tree / ".fedprophet-cache")
     entry.rename(entry.with_name(f".{entry.name}.part"))
     (entry.with_name(f".{entry.name}.part") / "images.bin").write_bytes(b"half")
     load("folder", tree, size=8)
-    assert list((tree / ".fedprophet-cache").iterdir()) == [entry]
+    assert entries(tree / ".fedprophet-cache") == [entry]
 
 
 def test_images_come_in_order_however_long_each_takes(tmp_path):
@@ -404,7 +408,7 @@ def test_images_come_in_order_however_long_each_takes(tmp_path):
 
 def test_the_index_is_plain_json(tree):
     load("folder", tree, size=8)
-    (entry,) = (tree / ".fedprophet-cache").iterdir()
+    (entry,) = entries(tree / ".fedprophet-cache")
     assert sorted(path.name for path in entry.iterdir()) == ["images.bin", "index.json", "moments.npy"]
     index = json.loads((entry / "index.json").read_text())
     assert index == {"format": 1, "root": str(tree), "shape": [3, 8, 8], "broken": []}
@@ -416,61 +420,5 @@ def test_pillow_is_needed_to_decode_and_for_nothing_else(tree, monkeypatch):
     load("folder", tree, size=8)
     with pytest.raises(DataError, match=r"needs Pillow, which is not installed: pip install 'fedprophet\[images\]'"):
         load("folder", tree, size=9)
-    assert folder.check(DataOptions(tree, size=8)).complete
-    assert "Pillow" in folder.check(DataOptions(tree, size=9)).problems[0]
-
-
-# ---------------------------------------------------------------- Caltech-256
-
-
-@pytest.fixture
-def caltech(tmp_path):
-    for name in ("002.american-flag", "001.ak47", "257.clutter"):
-        for number in range(1, 28):
-            flat(tmp_path / "256_ObjectCategories" / name / f"{name[:3]}_{number:04}.jpg", 8 * number, 0, 0)
-    return tmp_path
-
-
-def test_caltech_drops_its_clutter_and_holds_out_25(caltech, caplog):
-    dataset = load("caltech256", caltech, size=8)
-    assert (dataset.name, dataset.classes) == ("caltech256", 2)
-    assert dataset.test.labels.tolist() == [0] * 25 + [1] * 25
-    assert reds(dataset.train) == pytest.approx([208, 216] * 2, abs=2)
-    assert load("caltech256", caltech / "256_ObjectCategories", size=8).digest() == dataset.digest()
-    assert "holds 2 classes besides the clutter, not 256" in caplog.messages[0]
-    assert "holds 54 images besides the clutter, not 29780" in caplog.messages[1]
-
-
-def test_caltech_check(caltech):
-    findings = folder.check_caltech256(DataOptions(caltech, size=8))
-    assert findings.found == caltech / "256_ObjectCategories"
-    assert (findings.train, findings.test) == (4, 50)
-    assert list(findings.images) == ["001.ak47", "002.american-flag"]
-    assert not findings.complete
-    assert len(findings.problems) == 2
-
-
-def test_caltech_without_data(tmp_path):
-    (tmp_path / "cifar-10-batches-bin").mkdir()  # roots are shared
-    with pytest.raises(DataError) as caught:
-        load("caltech256", tmp_path)
-    text = str(caught.value)
-    assert text.startswith(f"caltech256: there is no data in {tmp_path}. Put the folder 256_ObjectCategories there")
-    assert "\n" not in text
-    (tmp_path / "256_ObjectCategories.tar").write_bytes(b"")
-    with pytest.raises(
-        DataError, match=r"256_ObjectCategories\.tar is there but not unpacked: run fedprophet data get"
-    ):
-        load("caltech256", tmp_path)
-
-
-def test_get_caltech(caltech, tmp_path, monkeypatch):
-    monkeypatch.setattr(folder, "fetch", None)
-    assert "is there already" in folder.get_caltech256(caltech)
-    calls = []
-    monkeypatch.setattr(folder, "fetch", lambda *arguments: calls.append(arguments) or tmp_path / "archive")
-    monkeypatch.setattr(folder, "unpack", lambda *arguments: calls.append(arguments) or tmp_path / "there")
-    new = tmp_path / "new"
-    assert "unpacked into" in folder.get_caltech256(new)
-    assert calls[0][0].digest == "67b4f42ca05d46448c6bb8ecd2220f6d"
-    assert calls[1] == (tmp_path / "archive", new, "256_ObjectCategories")
+    assert folder.check(tree, size=8).complete
+    assert "Pillow" in folder.check(tree, size=9).problems[0]

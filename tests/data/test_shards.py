@@ -1,5 +1,3 @@
-import subprocess
-import sys
 import time
 import tracemalloc
 
@@ -7,6 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from fedprophet.data import load
 from fedprophet.data.shards import KINDS, ShardSettings, make_shards, split
@@ -152,7 +151,9 @@ def test_extreme_concentrations(concentration):
 def test_every_sample_goes_to_exactly_one_client(
     kind, labels, clients, classes_per_client, iid_fraction, concentration, seed
 ):
-    how = ShardSettings(kind, classes_per_client, iid_fraction, concentration)
+    how = ShardSettings(
+        kind=kind, classes_per_client=classes_per_client, iid_fraction=iid_fraction, concentration=concentration
+    )
     shards = make_shards(labels, 6, clients, how, seed)
     assert len(shards) == clients
     dealt = np.concatenate([shards.client(k) for k in range(clients)])
@@ -179,12 +180,10 @@ def test_the_seed_decides(kind):
     assert not np.array_equal(one.indices, other.indices)
 
 
-def test_shards_are_the_same_in_another_process():
-    program = (
-        "from fedprophet.data.shards import *;print(make_shards([0, 1] * 8, 2, 3, ShardSettings(), 9).indices.tolist())"
-    )
-    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert answer.strip() == str(make_shards([0, 1] * 8, 2, 3, ShardSettings(), 9).indices.tolist())
+def test_a_seed_gives_the_same_shards_in_every_process():
+    shards = make_shards([0, 1] * 8, 2, 3, ShardSettings(), 9)
+    assert shards.indices.tolist() == [1, 3, 7, 8, 15, 2, 4, 6, 10, 11, 0, 5, 9, 12, 13, 14]
+    assert shards.offsets.tolist() == [0, 5, 10, 16]
 
 
 def test_shards_cannot_be_changed_by_accident():
@@ -200,18 +199,18 @@ def test_no_such_client(client):
 
 
 @pytest.mark.parametrize(
-    ("bad", "message"),
+    "bad",
     [
-        ({"kind": "skew"}, "unknown kind of shards 'skew'. Did you mean 'skewed'"),
-        ({"classes_per_client": 0}, "classes_per_client must be at least 1, not 0"),
-        ({"iid_fraction": 1.5}, "iid_fraction must be between 0 and 1, not 1.5"),
-        ({"iid_fraction": float("nan")}, "iid_fraction"),
-        ({"concentration": 0.0}, "concentration must be a positive number"),
-        ({"concentration": float("inf")}, "concentration must be a positive number"),
+        {"kind": "skew"},
+        {"classes_per_client": 0},
+        {"iid_fraction": 1.5},
+        {"iid_fraction": float("nan")},
+        {"concentration": 0.0},
+        {"concentration": float("inf")},
     ],
 )
-def test_bad_settings(bad, message):
-    with pytest.raises(ConfigError, match=message):
+def test_bad_settings(bad):
+    with pytest.raises(ValidationError, match=next(iter(bad))):
         ShardSettings(**bad)
 
 

@@ -111,7 +111,7 @@ def test_days_are_counted_and_cannot_pass_the_authority():
     short = make_authority("a pilot", days=40)
     leaf = x509.load_pem_x509_certificate(make_server(short, ["localhost"], days=30).certificate)
     assert timedelta(days=29) < leaf.not_valid_after_utc - datetime.now(UTC) <= timedelta(days=30)
-    with pytest.raises(ConfigError, match=r"of 41 days.*ends on .*fewer days"):
+    with pytest.raises(ConfigError, match=r"of 41 days.*expires on .*fewer days"):
         make_server(short, ["localhost"], days=41)
 
 
@@ -154,7 +154,7 @@ def test_a_certificate_of_another_authority_is_noticed_before_the_start(tmp_path
     with pytest.raises(DeployError, match="was not signed by"):
         check_issued(tmp_path / "server", tmp_path / "other")
     (tmp_path / "ca").write_bytes(b"no certificate")
-    with pytest.raises(DeployError, match="no PEM certificate"):
+    with pytest.raises(DeployError, match="not a PEM certificate"):
         expiry(tmp_path / "ca")
     with pytest.raises(DeployError, match="cannot read the certificate"):
         expiry(tmp_path / "none")

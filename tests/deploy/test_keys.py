@@ -38,8 +38,8 @@ def test_what_is_no_key(tmp_path):
     with pytest.raises(DeployError, match="cannot read the public key"):
         registered_form(path)
     path.write_text("hello")
-    with pytest.raises(DeployError, match=r"no public key in OpenSSH's format.*ssh-keygen"):
+    with pytest.raises(DeployError, match=r"not a public key in OpenSSH's format.*ssh-keygen"):
         registered_form(path)
     path.write_text("ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIJdD7y3aLq454yWBdwLWbieU1ebz9/cu7/QEXn9OIeZJ me\n")
-    with pytest.raises(DeployError, match="no ECDSA key on a NIST curve"):
+    with pytest.raises(DeployError, match="not an ECDSA key on a NIST curve"):
         registered_form(path)

@@ -9,7 +9,7 @@ import torch
 from fedprophet.deploy import probe
 from fedprophet.deploy.probe import available_memory, flop_rate, machine_resources, storage_rate
 from fedprophet.errors import CheckpointError
-from fedprophet.messages.task import Resources
+from fedprophet.messages.values import Resources
 
 MB = 10**6
 V2 = "30 23 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"
@@ -159,7 +159,7 @@ def test_rates_are_measured_once_and_kept(tmp_path, measured):
 def test_another_machine_or_another_use_of_it_is_measured_again(tmp_path, measured, monkeypatch):
     machine_resources(tmp_path)
     assert machine_resources(tmp_path, threads=2).performance == 2e9
-    monkeypatch.setattr(probe, "processor", lambda: "another one")
+    monkeypatch.setattr("fedprophet.machine.processor", lambda: "another one")
     assert machine_resources(tmp_path, threads=2).performance == 3e9
 
 

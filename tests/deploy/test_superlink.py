@@ -1,10 +1,8 @@
-"""The server behind its gate: request by request, and as a real process with TLS and registered keys."""
+"""The server: which keys it registers, and a real process with TLS behind its gate."""
 
-import asyncio
 import http.client
 import json
 import os
-import shutil
 import signal
 import socket
 import ssl
@@ -19,9 +17,7 @@ from flwr.common.constant import NOOP_FLWR_AID
 from flwr.server.superlink.linkstate import LinkStateFactory
 from flwr.supercore.constant import TaskType
 from flwr.supercore.object_store import ObjectStoreFactory
-from flwr.supercore.state.alembic import utils
 from flwr.superlink.federation import NoOpFederationManager
-from sqlalchemy import create_engine, inspect
 
 from fedprophet.deploy import DeployError, environment
 from fedprophet.deploy.control import NoAnswerError, connected
@@ -29,86 +25,7 @@ from fedprophet.deploy.keys import make_key_pair, registered_form
 from fedprophet.deploy.node import FILE, open_node
 from fedprophet.deploy.pilot import PilotFile, add_node, make_pilot, pilot_config, remove_node
 from fedprophet.deploy.status import pilot_status
-from fedprophet.deploy.superlink import Gate, _allow_blanks, _arguments, comes_from_here, end_runs, register, serve
-
-HERE, THERE = ("192.0.2.1", 9092), ("192.0.2.99", 4711)
-CONTROL = ["/v1/control/start-run", "/v1/control/register-node", "/v1/runtime/acquire-task", "/docs", "/", "/v1/fleet"]
-FLEET = ["/v1/fleet/activate-node", "/v1/fleet/pull-messages", "/health"]
-
-
-def ask(path, client, server=HERE, kind="http", headers=()):
-    """Send a request through the gate; return what came back, "inside" if it was handed on."""
-    sent = []
-
-    async def inside(scope, receive, send):
-        sent.append("inside")
-
-    async def send(event):
-        sent.append(event)
-
-    scope = {"type": kind, "path": path, "client": client, "server": server, "headers": list(headers)}
-    asyncio.run(Gate(inside)(scope, None, send))
-    return sent
-
-
-@pytest.mark.parametrize("path", [*CONTROL, "/v1/fleets/x", "/healthy", "//v1/fleet/x", "/v1/control/../fleet/x"])
-def test_others_are_kept_from_all_that_nodes_do_not_need(path):
-    start, body = ask(path, THERE)
-    assert start["status"] == 403
-    assert b"own machine" in body["body"]
-    assert dict(start["headers"])[b"content-length"] == str(len(body["body"])).encode()
-
-
-@pytest.mark.parametrize("path", FLEET)
-def test_others_reach_what_nodes_need(path):
-    assert ask(path, THERE) == ["inside"]
-
-
-@pytest.mark.parametrize("client", [("127.0.0.1", 1), ("127.8.9.1", 1), ("::1", 1), ("::ffff:127.0.0.1", 1), HERE])
-def test_this_machine_reaches_everything(client):
-    assert all(ask(path, client) == ["inside"] for path in [*CONTROL, *FLEET])
-
-
-def test_who_hides_is_not_from_here():
-    assert not comes_from_here({"client": None, "server": HERE})
-    assert not comes_from_here({"server": HERE})
-    assert not comes_from_here({"client": ("localhost", 1), "server": HERE})
-    assert not comes_from_here({"client": THERE, "server": None})
-
-
-@pytest.mark.parametrize("length", [b"0", b"5243000", b"33554432"])  # arrays come in pieces of 5242880 bytes
-@pytest.mark.parametrize("client", [THERE, ("127.0.0.1", 1)])
-def test_requests_of_nodes_may_be_as_long_as_flowers_pieces(client, length):
-    assert ask(FLEET[0], client, headers=[(b"content-length", length)]) == ["inside"]
-
-
-@pytest.mark.parametrize("client", [THERE, ("127.0.0.1", 1)])
-@pytest.mark.parametrize(
-    "headers",
-    [
-        [(b"content-length", b"33554433")],
-        [(b"content-length", b"9" * 5000)],
-        [(b"content-length", b"-1")],
-        [(b"transfer-encoding", b"chunked")],
-        [(b"content-length", b"5"), (b"transfer-encoding", b"chunked")],
-    ],
-)
-def test_longer_requests_of_nodes_are_refused_before_they_are_read(client, headers):
-    start, body = ask("/v1/fleet/push-object", client, headers=headers)
-    assert start["status"] == 413
-    assert (b"connection", b"close") in start["headers"]
-    assert b"at most 33554432 bytes" in body["body"]
-
-
-def test_runs_on_this_machine_send_whatever_they_have():
-    long = [(b"content-length", b"99999999999")]
-    assert ask("/v1/runtime/push-object", ("127.0.0.1", 1), headers=long) == ["inside"]
-
-
-def test_other_kinds_of_requests():
-    assert ask("/v1/control/x", THERE, kind="websocket") == [{"type": "websocket.close", "code": 1008}]
-    assert ask("", None, kind="lifespan") == ["inside"]
-
+from fedprophet.deploy.superlink import _arguments, end_runs, register, serve
 
 # Registered keys
 
@@ -291,14 +208,3 @@ def test_a_missing_folder_of_keys_is_a_sentence_of_the_process(tmp_path):
     done = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 2
     assert done.stderr.startswith("error: --registered")
-
-
-def test_flower_may_be_installed_where_a_path_has_a_blank(tmp_path, monkeypatch):
-    folder = tmp_path / "with a blank" / "alembic"
-    shutil.copytree(utils.ALEMBIC_DIR, folder)
-    monkeypatch.setattr(utils, "ALEMBIC_DIR", folder)
-    monkeypatch.setattr(utils, "build_alembic_config", utils.build_alembic_config)
-    _allow_blanks()
-    engine = create_engine(f"sqlite:///{tmp_path}/state.db")
-    utils.run_migrations(engine)
-    assert "node" in inspect(engine).get_table_names()

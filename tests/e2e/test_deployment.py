@@ -25,14 +25,15 @@ from safetensors.torch import load_file
 pytest.importorskip("flwr")
 
 from fedprophet.client.run import Client
-from fedprophet.config.config import load_config
+from fedprophet.config.load import load_config
 from fedprophet.deploy import OFFLINE
 from fedprophet.deploy.keys import make_key_pair
 from fedprophet.deploy.pilot import open_pilot
 from fedprophet.deploy.status import pilot_status
-from fedprophet.engines.plain import EmbeddedEngine
-from fedprophet.messages.task import SERVER, Resources
-from fedprophet.runs.run import play, start
+from fedprophet.engines.plain import PlainEngine
+from fedprophet.messages.values import SERVER, Resources
+from fedprophet.runs.play import play
+from fedprophet.runs.run import start
 from fedprophet.runs.session import assemble
 
 pytestmark = pytest.mark.slow
@@ -271,7 +272,7 @@ def abandoned(deployment: Deployment, resumed: Resumed) -> Path:
 def in_this_process(deployment: Deployment, out: Path) -> None:
     """Play the same run here: the same clients with the same resources, and nobody in between."""
 
-    class SameDevices(EmbeddedEngine):
+    class SameDevices(PlainEngine):
         def client(self, number: int) -> Client:
             if number == SERVER:
                 return super().client(number)

@@ -9,7 +9,10 @@ import signal
 import pytest
 
 import fedprophet
-from fedprophet.runs.run import play, start
+from fedprophet.runs.play import play
+from fedprophet.runs.run import start
+
+pytestmark = pytest.mark.slow
 
 COMMAND = ("evaluate", "run", "--attack", "clean,pgd60", "--samples", "130", "--json")
 TASKS = 2 * (6 + 3) + 2 * 3

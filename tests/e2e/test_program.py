@@ -8,11 +8,15 @@ import time
 import pytest
 from safetensors.torch import load_file
 
-from fedprophet.config.config import PRESETS, load_config
-from fedprophet.runs.run import play, start
+from fedprophet.config.load import PRESETS, load_config
+from fedprophet.runs.play import play
+from fedprophet.runs.run import start
+from fedprophet.version import __version__
 
 MEASURE = """
 import resource, subprocess, sys
+
+pytestmark = pytest.mark.slow
 subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL)
 usage = resource.getrusage(resource.RUSAGE_CHILDREN)
 print(usage.ru_maxrss * 1024, usage.ru_utime + usage.ru_stime)
@@ -32,6 +36,11 @@ def test_it_trains_evaluates_and_exports_from_any_folder_and_into_any(run_progra
     assert exported.code == 0, exported.stderr
     model = load_file(here / "deep" / "er" / "model.safetensors")
     assert set(model) == set(load_file(there / "a run" / "model.safetensors"))
+
+
+def test_the_module_is_the_program_too():
+    asked = [sys.executable, "-m", "fedprophet", "--version"]
+    assert subprocess.run(asked, capture_output=True, text=True, check=True).stdout == f"fedprophet {__version__}\n"
 
 
 def test_a_mistake_is_said_in_a_sentence_with_code_2(run_program, tmp_path):

@@ -15,6 +15,8 @@ import pytest
 
 from fedprophet.display.progress import WORK_NAMES
 
+pytestmark = pytest.mark.slow
+
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from fedprophet.engines.stacked import Limits, StackedEngine
-from fedprophet.fast.kernels import TorchKernels
+from fedprophet.fast.kernels import Kernels
 from fedprophet.fast.rounds import Backend, TrainingPlan, uncaptured
-from fedprophet.messages.task import ClientTask, ClientUpdate, Resources
+from fedprophet.messages.answers import Answer
+from fedprophet.messages.tasks import Task
+from fedprophet.messages.values import Resources
 from fedprophet.runs.session import Session, assemble
 from fedprophet.server.coordinator import Engine
 
@@ -33,7 +35,7 @@ def session_of(settings):
     return lambda changes=None: assemble(settings(changes))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def cascade(settings, play_in_memory):
     """A run of FedProphet that has come to its second module, played on the plain engine."""
     changes = {"rounds": 2, "train.warmup": 1, "convergence.patience": 1}
@@ -42,7 +44,7 @@ def cascade(settings, play_in_memory):
     return played
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def learned(settings, play_in_memory):
     """A run of jFAT that knows something."""
     changes = {"method": "jfat", "train.iterations": 12, "train.batch": 32, "rounds": 4, "model.options": {"width": 6}}
@@ -54,9 +56,9 @@ def learned(settings, play_in_memory):
 # The stacked engine.
 
 
-def stacked_engine(session: Session, limits: Limits = ROOMY, kernels: TorchKernels | None = None) -> StackedEngine:
+def stacked_engine(session: Session, limits: Limits = ROOMY, kernels: Kernels | None = None) -> StackedEngine:
     """Return the stacked engine on the CPU, on the workspaces of a session."""
-    backend = Backend(torch.device("cpu"), kernels or TorchKernels(), torch.float32, uncaptured)
+    backend = Backend(torch.device("cpu"), kernels or Kernels(), torch.float32, uncaptured)
     return StackedEngine(session.population, session.engine._workspaces, session.budget, backend, limits)
 
 
@@ -78,12 +80,10 @@ def plans(monkeypatch) -> list[TrainingPlan]:
 
 
 @pytest.fixture(scope="session")
-def joint() -> Callable[..., list[ClientTask]]:
+def joint() -> Callable[..., list[Task]]:
     """Return a function that gives the training tasks of jFAT in a round."""
 
-    def tasks(
-        session: Session, round: int = 1, clients: Iterable[int] = (0, 1, 2, 3), **changes: Any
-    ) -> list[ClientTask]:
+    def tasks(session: Session, round: int = 1, clients: Iterable[int] = (0, 1, 2, 3), **changes: Any) -> list[Task]:
         state = replace(session.method.initial(), round=round)
         return [replace(session.method.train_task(state, client), **changes) for client in clients]
 
@@ -91,7 +91,7 @@ def joint() -> Callable[..., list[ClientTask]]:
 
 
 @pytest.fixture(scope="session")
-def partial_tasks() -> Callable[..., list[ClientTask]]:
+def partial_tasks() -> Callable[..., list[Task]]:
     """Return a function that gives training tasks of sub-networks of some fractions, cut out of the initial model."""
 
     def tasks(
@@ -100,7 +100,7 @@ def partial_tasks() -> Callable[..., list[ClientTask]]:
         round: int = 1,
         clients: Iterable[int] | None = None,
         **changes: Any,
-    ) -> list[ClientTask]:
+    ) -> list[Task]:
         method = session.method
         state = replace(method.initial(), round=round)
         memory = session.world.cost.total_memory
@@ -112,10 +112,10 @@ def partial_tasks() -> Callable[..., list[ClientTask]]:
 
 
 @pytest.fixture(scope="session")
-def evaluations() -> Callable[..., list[ClientTask]]:
+def evaluations() -> Callable[..., list[Task]]:
     """Return a function that gives the tasks of an evaluation."""
 
-    def tasks(session: Session, state: Any, clients: Iterable[int], threat: Any, **changes: Any) -> list[ClientTask]:
+    def tasks(session: Session, state: Any, clients: Iterable[int], threat: Any, **changes: Any) -> list[Task]:
         return [replace(session.method.evaluation_task(state, client, threat), **changes) for client in clients]
 
     return tasks
@@ -124,7 +124,7 @@ def evaluations() -> Callable[..., list[ClientTask]]:
 # Two engines side by side.
 
 
-def pairs_of(one: Iterable[ClientUpdate], other: Iterable[ClientUpdate]) -> list[tuple[ClientUpdate, ClientUpdate]]:
+def pairs_of(one: Iterable[Answer], other: Iterable[Answer]) -> list[tuple[Answer, Answer]]:
     """Return the updates of two engines side by side; both must have answered the same tasks."""
     mine, theirs = ({(u.client, u.number): u for u in updates} for updates in (one, other))
     assert set(mine) == set(theirs)
@@ -132,7 +132,7 @@ def pairs_of(one: Iterable[ClientUpdate], other: Iterable[ClientUpdate]) -> list
 
 
 @pytest.fixture(scope="session")
-def paired() -> Callable[..., list[tuple[ClientUpdate, ClientUpdate]]]:
+def paired() -> Callable[..., list[tuple[Answer, Answer]]]:
     return pairs_of
 
 
@@ -159,19 +159,19 @@ def assert_same_tensors(one: Mapping[str, Tensor], other: Mapping[str, Tensor], 
 
 
 @pytest.fixture(scope="session")
-def assert_same_training() -> Callable[..., list[ClientUpdate]]:
+def assert_same_training() -> Callable[..., list[Answer]]:
     """Return a function that trains on both engines and compares what comes back and what clients keep."""
 
     def check(
         session: Session,
-        tasks: Iterable[ClientTask],
+        tasks: Iterable[Task],
         engine: Engine | None = None,
         tolerance: float = 1e-4,
         noise: float = 1e-6,
-    ) -> list[ClientUpdate]:
+    ) -> list[Answer]:
         tasks = [replace(task, wants_local=True) for task in tasks]
 
-        def trained(engine: Engine) -> tuple[list[ClientUpdate], list[Any]]:
+        def trained(engine: Engine) -> tuple[list[Answer], list[Any]]:
             updates = list(engine.map(tasks))
             return updates, [session.layers.get(t.architecture, t.client, t.timeline, t.round + 1) for t in tasks]
 
@@ -179,8 +179,8 @@ def assert_same_training() -> Callable[..., list[ClientUpdate]]:
         found, layers = trained(engine or stacked_engine(session))
         for mine, theirs in pairs_of(found, expected):
             assert (mine.kind, mine.round, mine.weight) == (theirs.kind, theirs.round, theirs.weight)
-            assert mine.metrics["samples"] == theirs.metrics["samples"]
-            assert mine.metrics["loss"] == pytest.approx(theirs.metrics["loss"], rel=1e-5)
+            assert mine.samples == theirs.samples
+            assert mine.loss == pytest.approx(theirs.loss, rel=1e-5)
             assert_same_tensors(mine.parameters, theirs.parameters, tolerance, noise)
             assert_same_tensors(mine.local, theirs.local, tolerance, noise)
         for own, their_own in zip(layers, plain_layers, strict=True):
@@ -194,15 +194,10 @@ def assert_same_training() -> Callable[..., list[ClientUpdate]]:
 def assert_same_evaluation() -> Callable[..., None]:
     """Return a function that evaluates on both engines; attacks may differ in a tenth of the samples."""
 
-    def check(session: Session, tasks: Sequence[ClientTask], engine: Engine | None = None) -> None:
+    def check(session: Session, tasks: Sequence[Task], engine: Engine | None = None) -> None:
         for mine, theirs in pairs_of((engine or stacked_engine(session)).map(tasks), session.engine.map(tasks)):
             assert (mine.weight, mine.kind, mine.round) == (theirs.weight, theirs.kind, theirs.round)
-            assert set(mine.metrics) == set(theirs.metrics)
-            samples = theirs.metrics["samples"]
-            assert mine.metrics["samples"] == samples
-            if "clean" in theirs.metrics:
-                assert mine.metrics["clean"] == theirs.metrics["clean"]
-            if "adversarial" in theirs.metrics:
-                assert abs(mine.metrics["adversarial"] - theirs.metrics["adversarial"]) <= 0.1 * samples
+            assert (mine.samples, mine.clean, mine.broken) == (theirs.samples, theirs.clean, theirs.broken)
+            assert abs(mine.adversarial - theirs.adversarial) <= 0.1 * theirs.samples
 
     return check

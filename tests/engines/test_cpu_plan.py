@@ -1,5 +1,6 @@
-"""The fast plan does what the model does: on every model that ships, on users' own, in every layout."""
+"""The fast plan does what the model does: on every model that ships, on users' own, in every memory format."""
 
+import importlib
 from dataclasses import replace
 
 import numpy as np
@@ -19,18 +20,28 @@ from fedprophet.client.run import Client, run_client
 from fedprophet.client.subnetwork import narrowed
 from fedprophet.client.workspace import Workspace
 from fedprophet.data.dataset import ClientData, LocalExamples, TensorExamples
-from fedprophet.engines.cpu_plan import AS_WRITTEN, PlannedChain, fast_plan, lay_out, layout_of, planned
-from fedprophet.engines.folding import Folded, Pointwise
+from fedprophet.engines.cpu_plan import AS_WRITTEN, PlannedChain, fast_plan, memory_format_of, planned, to_format
+from fedprophet.engines.folding import FoldedConvolution, Pointwise
+from fedprophet.engines.threads import torch_threads
 from fedprophet.messages.modules import ModuleStore
-from fedprophet.messages.task import ClientTask, FrozenModule, LocalTraining, Resources
+from fedprophet.messages.tasks import Evaluate, Measure, Train
+from fedprophet.messages.values import FrozenModule, LocalTraining, Resources
 from fedprophet.models import MODELS, build
 from fedprophet.models.normalize import Normalize
 from fedprophet.threat import feature_threat, input_threat
 
 CLASSES = 5
-OPTIONS = {"vit": {}, "cnn4": {"width": 4}, "vgg-small-5": {"width": 4}, "vgg-small-3": {"width": 4}}
-SHAPES = {"cnn4": (3, 56, 56), "vit": (3, 16, 16)}
-SOME = ("vgg11", "resnet10", "cnn3", "vit")
+OPTIONS = {"vit": {"patch": 4, "dim": 16, "depth": 2, "heads": 2, "mlp_dim": 32}}
+SHAPES = {"cnn4": (3, 56, 56), "vit": (3, 16, 16), "cnn3": (3, 16, 16), "own": (3, 12, 12), "vgg-small": (3, 16, 16)}
+SOME = ("vgg-small", "resnet10", "cnn3", "vit", "own")
+ALL = (*SOME, *(pytest.param(name, marks=pytest.mark.slow) for name in sorted({*MODELS} - {*SOME})))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    """Layers as small as these are slower with several."""
+    with torch_threads(1):
+        yield
 
 
 class Own(nn.Module):
@@ -77,7 +88,7 @@ def workspace_of(chain, shape, *, fast: bool) -> Workspace:
     return workspace
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def sides(request):
     """Return a workspace that computes as the model is written and one of the fast plan, and a batch."""
     model, shape = model_of(request.param)
@@ -99,10 +110,10 @@ def of(kind, chain):
     return [layer for layer in chain.modules() if isinstance(layer, kind)]
 
 
-@pytest.mark.parametrize("sides", sorted({*MODELS, "own"}), indirect=True)
+@pytest.mark.parametrize("sides", ALL, indirect=True)
 def test_every_model_says_the_same_in_evaluation(sides):
     plain, fast, x, _ = sides
-    slow, quick = (workspace.segment(0, len(workspace.chain)) for workspace in (plain, fast))
+    slow, quick = (workspace.part(0, len(workspace.chain)) for workspace in (plain, fast))
     with torch.no_grad(), slow.still(), quick.still():
         expected = slow.logits(x)
         assert close(quick.logits(quick.take(x)), expected, 1e-4)
@@ -110,15 +121,34 @@ def test_every_model_says_the_same_in_evaluation(sides):
         assert close(quick.logits(x), expected, 1e-4)
 
 
-@pytest.mark.parametrize("sides", [*SOME, "own"], indirect=True)
+@pytest.mark.parametrize("sides", SOME, indirect=True)
+@pytest.mark.parametrize("threat", [input_threat(0.1, 0.03, 3), feature_threat(2.0, 3, (0.0, 1.0))])
+def test_its_attack_finds_losses_as_high(sides, threat):
+    plain, fast, x, labels = sides
+    losses = []
+    judge = plain.part(0, len(plain.chain))
+    with torch.no_grad(), judge.still():
+        clean = float(judge.losses(x, labels, 0.0).mean())
+    for workspace in (plain, fast):
+        part = workspace.part(0, len(workspace.chain))
+        with part.still():
+            draw = torch.Generator().manual_seed(5)
+            found = pgd(lambda z, s=part: s.losses(z, labels, 0.0).sum(), part.take(x), threat, draw)
+        with torch.no_grad(), judge.still():
+            losses.append(float(judge.losses(found, labels, 0.0).mean()))
+    assert losses[0] > clean
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)
+
+
+@pytest.mark.parametrize("sides", SOME, indirect=True)
 def test_a_step_on_a_given_batch_is_the_same(sides):
     plain, fast, x, labels = sides
     gradients = []
     for workspace in (plain, fast):
-        segment = workspace.segment(0, len(workspace.chain))
+        part = workspace.part(0, len(workspace.chain))
         torch.manual_seed(3)
-        with segment.mode(training=True):
-            segment.losses(segment.take(x), labels, 0.0).mean().backward()
+        with part.mode(training=True):
+            part.losses(part.take(x), labels, 0.0).mean().backward()
         gradients.append({n: t.grad for n, t in workspace.chain.tensors.items() if isinstance(t, nn.Parameter)})
     slow, quick = gradients
     # A convolution's bias before a norm layer has no gradient but rounding.
@@ -131,31 +161,12 @@ def _buffers(workspace):
     return [tensor.float() for tensor in workspace.chain.tensors.values() if not isinstance(tensor, nn.Parameter)]
 
 
-@pytest.mark.parametrize("sides", [*SOME, "own"], indirect=True)
-@pytest.mark.parametrize("threat", [input_threat(0.1, 0.03, 5), feature_threat(2.0, 5, (0.0, 1.0))])
-def test_its_attack_finds_losses_as_high(sides, threat):
-    plain, fast, x, labels = sides
-    losses = []
-    judge = plain.segment(0, len(plain.chain))
-    with torch.no_grad(), judge.still():
-        clean = float(judge.losses(x, labels, 0.0).mean())
-    for workspace in (plain, fast):
-        segment = workspace.segment(0, len(workspace.chain))
-        with segment.still():
-            draw = torch.Generator().manual_seed(5)
-            found = pgd(lambda z, s=segment: s.losses(z, labels, 0.0).sum(), segment.take(x), threat, draw)
-        with torch.no_grad(), judge.still():
-            losses.append(float(judge.losses(found, labels, 0.0).mean()))
-    assert losses[0] > clean
-    assert losses[1] == pytest.approx(losses[0], rel=0.01)
-
-
 @pytest.mark.parametrize("norm", [input_threat(0.1, 0.0, 1), replace(feature_threat(2.0, 1, (0.0, 1.0)), step=0.0)])
-def test_a_random_start_does_not_depend_on_the_layout(norm):
+def test_a_random_start_does_not_depend_on_the_memory_format(norm):
     x = torch.rand(4, 3, 5, 6)
     starts = [
-        pgd(lambda z: z.sum(), lay_out(x, layout), norm, torch.Generator().manual_seed(2))
-        for layout in (AS_WRITTEN, torch.channels_last)
+        pgd(lambda z: z.sum(), to_format(x, order), norm, torch.Generator().manual_seed(2))
+        for order in (AS_WRITTEN, torch.channels_last)
     ]
     assert not torch.equal(starts[0], x)
     assert torch.allclose(starts[0], starts[1], rtol=1e-6, atol=1e-7)
@@ -173,18 +184,18 @@ def test_a_random_start_does_not_depend_on_the_layout(norm):
 def test_what_is_folded_in_the_models_that_ship(name, folds, strided):
     model, _ = model_of(name)
     chain = planned(chain_of(model))
-    assert len(of(Folded, chain)) == folds
+    assert len(of(FoldedConvolution, chain)) == folds
     assert len(of(Pointwise, chain)) == strided
-    assert layout_of(chain) == (AS_WRITTEN if name == "vit" else torch.channels_last)
+    assert memory_format_of(chain) == (AS_WRITTEN if name == "vit" else torch.channels_last)
     assert len(of(nn.BatchNorm2d, chain)) == folds, "training still has them"
 
 
 def test_what_is_folded_in_a_model_of_ones_own():
     chain = planned(chain_of(model_of("own")[0]))
-    convolutions = {id(layer.convolution) for layer in of(Folded, chain)}
+    convolutions = {id(layer.convolution) for layer in of(FoldedConvolution, chain)}
     model = chain.model
     assert convolutions == {id(layer) for layer in (model.stem, model.left, model.right, model.last)}
-    assert layout_of(chain) == torch.channels_last
+    assert memory_format_of(chain) == torch.channels_last
 
 
 def test_atoms_without_anything_to_exchange_run_the_programs_they_had():
@@ -199,17 +210,22 @@ def test_parts_of_an_explicit_chain_are_left_as_they_are():
     chain = explicit_chain([("one", block), ("two", nn.Sequential(nn.Flatten(), nn.Linear(144, 2)))])
     again = planned(chain)
     assert again.atoms == chain.atoms
-    assert layout_of(again) == AS_WRITTEN
+    assert memory_format_of(again) == AS_WRITTEN
 
 
 class Functional(nn.Module):
+    """A convolution that is no layer."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Conv2d(3, 4, 3)
         self.weight = nn.Parameter(torch.randn(4, 4, 3, 3))
 
     def forward(self, x):
-        return F.conv2d(self.first(x), self.weight).mean((2, 3))
+        return F.conv2d(x, self.weight)
+
+
+def classifier(*layers: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
 
 
 @pytest.mark.parametrize(
@@ -221,13 +237,19 @@ class Functional(nn.Module):
         nn.Conv2d(4, 4, 4, stride=4),
         nn.Conv2d(4, 4, 1, stride=2, padding=1),
         nn.ConvTranspose2d(4, 4, 3),
+        Functional(),
     ],
 )
-def test_rare_convolutions_keep_the_layout_as_it_is_written(layer):
-    common = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
-    assert layout_of(planned(chain_of(common))) == torch.channels_last
-    rare = nn.Sequential(nn.Conv2d(3, 4, 3), layer, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
-    assert layout_of(planned(chain_of(rare))) == AS_WRITTEN
+def test_a_rare_convolution_keeps_the_format_of_the_model(layer):
+    assert memory_format_of(planned(chain_of(classifier(layer)))) == AS_WRITTEN
+
+
+def test_common_convolutions_have_their_channels_last():
+    assert memory_format_of(planned(chain_of(classifier(nn.ReLU())))) == torch.channels_last
+    without_any = nn.Sequential(nn.Flatten(), nn.Linear(12, 2))
+    assert memory_format_of(planned(chain_of(without_any))) == AS_WRITTEN
+    tokens = torch.rand(2, 3, 4)
+    assert to_format(tokens, torch.channels_last) is tokens
 
 
 class Viewing(nn.Module):
@@ -242,15 +264,15 @@ class Viewing(nn.Module):
         return self.classify(x.view(x.size(0), -1))
 
 
-def test_a_model_that_counts_on_the_layout_keeps_it():
+def test_a_model_that_depends_on_its_memory_format_keeps_it():
     chain = chain_of(Viewing())
     workspace = workspace_of(chain, (3, 8, 8), fast=True)
-    segment = workspace.segment(0, len(chain))
-    assert segment.chain.layout == AS_WRITTEN
-    assert len(of(Folded, segment.chain)) == 1
+    part = workspace.part(0, len(chain))
+    assert part.chain.memory_format == AS_WRITTEN
+    assert len(of(FoldedConvolution, part.chain)) == 1
     x = torch.rand(2, 3, 8, 8)
-    with torch.no_grad(), segment.still(), chain.mode(0, None, training=False):
-        assert close(segment.logits(segment.take(x)), chain.run(x))
+    with torch.no_grad(), part.still(), chain.mode(0, None, training=False):
+        assert close(part.logits(part.take(x)), chain.run(x))
 
 
 class Named(nn.Module):
@@ -264,21 +286,8 @@ class Named(nn.Module):
 
 def test_a_layer_that_is_called_by_name_is_left_alone():
     chain = planned(chain_of(Named()))
-    assert of(Folded, chain) + of(Pointwise, chain) == []
-    assert layout_of(chain) == AS_WRITTEN
-
-
-def test_convolutions_that_are_no_layers_keep_the_layout_too():
-    assert layout_of(planned(chain_of(Functional()))) == AS_WRITTEN
-
-
-def test_a_model_without_convolutions_keeps_its_layout():
-    assert layout_of(planned(chain_of(nn.Sequential(nn.Flatten(), nn.Linear(12, 2))))) == AS_WRITTEN
-
-
-def test_what_is_no_image_has_no_layout():
-    tokens = torch.rand(2, 3, 4)
-    assert lay_out(tokens, torch.channels_last) is tokens
+    assert of(FoldedConvolution, chain) + of(Pointwise, chain) == []
+    assert memory_format_of(chain) == AS_WRITTEN
 
 
 # Tasks ---------------------------------------------------------------------------------------------------------------
@@ -293,15 +302,14 @@ def client_of(shape) -> Client:
     return Client(ClientData(everything, everything), lambda _: Resources(1, 1.0, 1.0))
 
 
-def training_task(workspace, first, last, head_shape=None, **more) -> ClientTask:
+def training_task(workspace, first, last, head_shape=None, **more) -> Train:
     parameters = workspace.values(workspace.chain.shared(first, last))
     if head_shape is not None:
         torch.manual_seed(9)
         parameters |= {f"heads.0.{n}": p.detach() for n, p in build_head(head_shape, CLASSES).named_parameters()}
     head = None if head_shape is None else 0
-    return ClientTask(
-        "train", 1, 0, 0, first=first, last=last, head=head, training=ONE_STEP, parameters=parameters, **more
-    )
+    span = {"first": first, "last": last, "head": head}
+    return Train(round=1, client=0, seed=0, **span, training=ONE_STEP, parameters=parameters, **more)
 
 
 @pytest.mark.parametrize("sides", ["resnet10"], indirect=True)
@@ -312,24 +320,36 @@ def test_clients_do_the_same_work_behind_frozen_modules(sides):
         digest = workspace.modules.add(workspace.values(chain.shared(0, 3)))
         frozen = (FrozenModule(0, 3, digest),)
         task = training_task(workspace, 3, 4, (8, 16, 16), frozen=frozen, wants_local=True)
-        measuring = ClientTask(
-            "measure", 1, 0, 0, first=3, last=4, frozen=frozen, threat=feature_threat(1.0, 3, (0.0, 99.0))
-        )
+        threat = feature_threat(1.0, 3, (0.0, 99.0))
+        measuring = Measure(round=1, client=0, seed=0, first=3, last=4, frozen=frozen, threat=threat)
         measuring = replace(measuring, parameters=workspace.values(chain.shared(3, 4)))
         client = client_of((3, 32, 32))
         answers.append([run_client(measuring, client, workspace), run_client(task, client, workspace)])
     (slow_measure, slow), (fast_measure, fast) = answers
-    assert fast_measure.metrics["magnitude"] == pytest.approx(slow_measure.metrics["magnitude"], rel=1e-3)
-    assert fast.metrics["loss"] == pytest.approx(slow.metrics["loss"], rel=1e-4)
+    assert fast_measure.magnitude == pytest.approx(slow_measure.magnitude, rel=1e-3)
+    assert fast.loss == pytest.approx(slow.loss, rel=1e-4)
     assert fast.parameters.keys() == slow.parameters.keys()
     assert all(close(fast.parameters[name], slow.parameters[name]) for name in slow.parameters)
     assert all(tensor.is_contiguous() for tensor in (*fast.parameters.values(), *fast.local.values()))
 
 
+def shortened(suite):
+    """Give every attack of AutoAttack a few steps."""
+
+    def make(*arguments):
+        made = suite(*arguments)
+        made.apgd.n_iter = made.apgd_targeted.n_iter = made.fab.n_iter = made.square.n_queries = 3
+        return made
+
+    return make
+
+
 @pytest.mark.parametrize(("radius", "component"), [(0.002, None), (0.3, "apgd-ce")])
-def test_any_attack_may_be_carried_out(radius, component):
+def test_any_attack_may_be_carried_out(radius, component, monkeypatch):
     """AutoAttack counts on the order of dimensions: what it is given and what it gets back has it."""
     pytest.importorskip("pyautoattack")
+    module = importlib.import_module("fedprophet.attacks.autoattack")
+    monkeypatch.setattr(module, "_suite", shortened(module._suite))
     torch.manual_seed(0)
     body = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten()
     model = nn.Sequential(*body, nn.Linear(32, CLASSES)).eval()
@@ -337,31 +357,40 @@ def test_any_attack_may_be_carried_out(radius, component):
     examples = LocalExamples(TensorExamples(images, model(images).argmax(1)), np.arange(3))
     client = Client(ClientData(examples, examples), lambda _: Resources(1, 1.0, 1.0))
     workspace = workspace_of(chain_of(model), (3, 6, 6), fast=True)
-    assert workspace.segment(0, 1).chain.layout == torch.channels_last
-    task = training_task(workspace, 0, len(workspace.chain), threat=input_threat(radius, 0.1, 1))
-    counts = run_client(replace(task, kind="evaluate", attack="autoattack"), client, workspace).metrics
+    assert workspace.part(0, 1).chain.memory_format == torch.channels_last
+    task = Evaluate(
+        round=1,
+        client=0,
+        seed=0,
+        last=len(workspace.chain),
+        parameters=workspace.values(workspace.chain.shared()),
+        threat=input_threat(radius, 0.1, 1),
+        attack="autoattack",
+    )
+    counts = run_client(task, client, workspace)
     # All stand in a tiny ball, so that every component has its turn; in a large one none does.
-    assert counts["clean"] == 3
-    assert counts["adversarial"] == (3 if component is None else 0)
-    assert component is None or counts[f"broken:{component}"] == 3
+    assert counts.clean == 3
+    assert counts.adversarial == (3 if component is None else 0)
+    assert component is None or counts.broken[component] == 3
 
 
-@pytest.mark.parametrize("sides", ["vgg11", "resnet10"], indirect=True)
+@pytest.mark.parametrize("sides", ["vgg-small", "resnet10"], indirect=True)
 def test_sub_networks_take_the_plan_of_their_model(sides):
     plain, fast, *_ = sides
+    shape = plain.input_shape
     kept = kept_channels(plain.channels, 0.5, lambda width, count: torch.arange(width)[-count:])
     answers = []
     for workspace in (plain, fast):
-        task = training_task(workspace, 0, len(workspace.chain), kept=kept)
+        task = training_task(workspace, 0, len(workspace.chain), kept_channels=kept)
         part = slice_state(workspace.channels, kept, task.parameters)
-        answers.append(run_client(replace(task, parameters=part), client_of((3, 32, 32)), workspace))
+        answers.append(run_client(replace(task, parameters=part), client_of(shape), workspace))
     slow, quick = answers
     # Taken together: a convolution's bias before a norm layer is moved by nothing but rounding.
     assert close(*(torch.cat([t.flatten() for t in side.parameters.values()]) for side in (quick, slow)))
-    assert not isinstance(narrowed(plain, kept).segment(0, 1).chain, PlannedChain)
+    assert not isinstance(narrowed(plain, kept).part(0, 1).chain, PlannedChain)
     narrow = narrowed(fast, kept)
     # The scaled shortcuts of a narrow ResNet cannot be exchanged, so its convolutions lie as they are written.
-    layout = narrow.segment(0, 1).chain.layout
-    assert layout == (AS_WRITTEN if "layer1.0.conv1.weight" in slow.parameters else torch.channels_last)
+    found = narrow.part(0, 1).chain.memory_format
+    assert found == (AS_WRITTEN if "layer1.0.conv1.weight" in slow.parameters else torch.channels_last)
     weights = [layer.weight for layer in narrow.chain.model.modules() if isinstance(layer, nn.Conv2d)]
-    assert all(weight.is_contiguous(memory_format=layout) for weight in weights)
+    assert all(weight.is_contiguous(memory_format=found) for weight in weights)

@@ -11,7 +11,7 @@ from fedprophet.engines import cuda
 from fedprophet.engines.cuda import cuda_backend
 from fedprophet.errors import ConfigError
 from fedprophet.runs.session import assemble
-from fedprophet.server.coordinator import hold
+from fedprophet.server.coordinator import play_round
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
@@ -52,7 +52,7 @@ def sessions(tiny):
 def play(session, rounds: int):
     state, records = session.method.initial(), []
     for _ in range(rounds):
-        state, record = hold(session.method.round(state), session.engine)
+        state, record = play_round(session.method.round(state), session.engine)
         records.append(record)
     return state, records
 
@@ -78,7 +78,7 @@ def test_batches_of_two_sizes(sessions, joint, close):
     tasks = [replace(task, threat=None, wants_local=True) for task in joint(plain, 2, range(6))]
     expected, found = ({u.client: u for u in session.engine.map(tasks)} for session in (plain, fast))
     for client, update in expected.items():
-        assert found[client].metrics["loss"] == pytest.approx(update.metrics["loss"], rel=1e-5)
+        assert found[client].loss == pytest.approx(update.loss, rel=1e-5)
         assert {value.device.type for value in found[client].local.values()} == {"cpu"}
         for name, value in {**update.parameters, **update.local}.items():
             mine = {**found[client].parameters, **found[client].local}[name]
@@ -100,7 +100,7 @@ def test_sub_networks_of_any_width(sessions, partial_tasks, close):
         tasks = [replace(task, threat=None) for task in partial_tasks(plain, widths, number, wants_local=True)]
         expected, found = ({u.client: u for u in session.engine.map(tasks)} for session in (plain, fast))
         for client, update in expected.items():
-            assert found[client].metrics["loss"] == pytest.approx(update.metrics["loss"], rel=1e-4)
+            assert found[client].loss == pytest.approx(update.loss, rel=1e-4)
             for name, value in {**update.parameters, **update.local}.items():
                 mine = {**found[client].parameters, **found[client].local}[name]
                 assert mine.shape == value.shape
@@ -117,7 +117,7 @@ def test_sub_networks_leave_no_trace_in_a_plan(sessions, same_tensors, partial_t
     found = {update.client: update for update in used.engine.map(tasks)}
     for update in fresh.engine.map(tasks):
         assert same_tensors(update.parameters, found[update.client].parameters)
-        assert update.metrics == found[update.client].metrics
+        assert update.loss == found[update.client].loss
 
 
 @needs_gpu
@@ -131,7 +131,7 @@ def test_rounds_leave_no_trace_in_a_plan(sessions, tiny, same_tensors, joint):
     _, fresh = sessions({"method": "jfat", "train.warmup": 0})
     for update in fresh.engine.map(tasks):
         assert same_tensors(update.parameters, found[update.client].parameters)
-        assert update.metrics == found[update.client].metrics
+        assert update.loss == found[update.client].loss
 
 
 @needs_gpu
@@ -142,9 +142,9 @@ def test_a_client_that_diverges_leaves_the_others_alone(sessions, joint):
     broken = {**tasks[1].parameters, "features.3.weight": tasks[1].parameters["features.3.weight"] * math.nan}
     spoilt = [tasks[0], replace(tasks[1], parameters=broken), tasks[2]]
     found = {update.client: update for update in session.engine.map(spoilt)}
-    assert math.isnan(found[1].metrics["loss"])
+    assert math.isnan(found[1].loss)
     for client in (0, 2):
-        assert found[client].metrics["loss"] == pytest.approx(usual[client].metrics["loss"], rel=1e-6)
+        assert found[client].loss == pytest.approx(usual[client].loss, rel=1e-6)
 
 
 @needs_gpu

@@ -6,7 +6,7 @@ from torch import nn
 
 from fedprophet.cascade.atoms import chain_of
 from fedprophet.engines.cpu_plan import planned
-from fedprophet.engines.folding import Folded, Pointwise, fold, folded, held
+from fedprophet.engines.folding import FoldedConvolution, Pointwise, fold, folded, held
 
 
 def seasoned(norm: nn.BatchNorm2d) -> nn.BatchNorm2d:
@@ -74,7 +74,7 @@ def small_chain():
 
 def test_a_folded_layer_follows_until_it_is_held_and_again_after_that():
     chain = small_chain()
-    (layer,) = (layer for layer in chain.modules() if isinstance(layer, Folded))
+    (layer,) = (layer for layer in chain.modules() if isinstance(layer, FoldedConvolution))
     x = torch.randn(2, 2, 4, 4)
 
     def moved() -> bool:
@@ -95,7 +95,7 @@ def test_a_folded_layer_follows_until_it_is_held_and_again_after_that():
 
 def test_only_the_atoms_asked_for_are_held():
     chain = small_chain()
-    (layer,) = (layer for layer in chain.modules() if isinstance(layer, Folded))
+    (layer,) = (layer for layer in chain.modules() if isinstance(layer, FoldedConvolution))
     with held(chain, 1, len(chain)):
         assert layer.held is None
 

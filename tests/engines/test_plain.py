@@ -1,11 +1,12 @@
-"""The embedded engine: tasks in, updates out, nothing made for those who take no part."""
+"""The plain engine: tasks in, answers out, nothing made for clients that take no part."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from fedprophet.messages.task import SERVER, ClientTask
+from fedprophet.messages.tasks import Report
+from fedprophet.messages.values import SERVER
 from fedprophet.runs.session import assemble
 
 
@@ -26,7 +27,7 @@ def test_tasks_are_carried_out_one_by_one_as_they_are_asked_for(session):
     def tasks():
         for client in (3, 1, 2):
             given.append(client)
-            yield ClientTask("report", 1, client, 0)
+            yield Report(round=1, client=client, seed=0)
 
     answers = session.engine.map(tasks())
     assert given == []
@@ -39,12 +40,12 @@ def test_only_the_clients_that_are_named_are_made(session, monkeypatch):
     made = []
     real = session.population.client_data
     monkeypatch.setattr(session.population, "client_data", lambda number: made.append(number) or real(number))
-    list(session.engine.map([ClientTask("report", 1, 4, 0)]))
+    list(session.engine.map([Report(round=1, client=4, seed=0)]))
     assert made == [4]
 
 
 def test_the_device_of_a_client_can_spare_at_least_the_budget(session):
-    reports = list(session.engine.map(ClientTask("report", r, k, 0) for r in (1, 2) for k in range(6)))
+    reports = list(session.engine.map(Report(round=r, client=k, seed=0) for r in (1, 2) for k in range(6)))
     assert all(report.resources.memory >= session.budget for report in reports)
     assert reports[0].resources == session.population.resources(0, 1, session.budget)
     assert len({report.resources.performance for report in reports}) == 12
@@ -54,7 +55,7 @@ def test_the_device_of_a_client_can_spare_at_least_the_budget(session):
 def test_the_server_evaluates_on_the_test_set(session):
     method = session.method
     (answer,) = session.engine.map([method.evaluation_task(method.initial(), SERVER, None)])
-    assert answer.metrics["samples"] == answer.weight == len(session.dataset.test)
+    assert answer.samples == answer.weight == len(session.dataset.test)
 
 
 def test_updates_do_not_depend_on_what_ran_before(session, tiny, same_tensors):
@@ -66,7 +67,7 @@ def test_updates_do_not_depend_on_what_ran_before(session, tiny, same_tensors):
     assert len(forward) == 2
     for client, update in forward.items():
         assert same_tensors(update.parameters, backward[client].parameters)
-        assert update.metrics == backward[client].metrics
+        assert update.loss == backward[client].loss
 
 
 def test_a_repeated_task_starts_from_the_layers_of_the_round_before(session, same_tensors):

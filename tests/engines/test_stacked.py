@@ -2,7 +2,7 @@
 
 import logging
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -10,12 +10,14 @@ from torch import nn
 
 from fedprophet.cascade.atoms import explicit_chain
 from fedprophet.data.dataset import from_tensors
-from fedprophet.fast.kernels import TorchKernels
-from fedprophet.messages.task import SERVER
+from fedprophet.fast.kernels import Kernels
+from fedprophet.messages.tasks import TASKS, Adopt, Measure, Predict, Report, Train
+from fedprophet.messages.values import LocalTraining
 from fedprophet.methods import METHODS
 from fedprophet.models.normalize import Normalize
 from fedprophet.runs.session import assemble
-from fedprophet.server.coordinator import hold
+from fedprophet.server.coordinator import play_round
+from fedprophet.threat import ThreatModel
 
 PARTIAL = ("heterofl", "feddrop", "fedrolex")
 
@@ -24,10 +26,21 @@ def said(caplog) -> list[str]:
     return [r.getMessage().removeprefix("the GPU engine leaves this to the plain path: ") for r in caplog.records]
 
 
-@pytest.mark.parametrize("kernels", [TorchKernels(), TorchKernels(16)], ids=["exact", "padded"])
-@pytest.mark.parametrize("model", ["vgg-small", "resnet10"])
-@pytest.mark.parametrize("method", ["jfat", "fedprophet", *PARTIAL])
-def test_rounds_without_an_attack_equal_the_plain_engines(session_of, method, model, kernels, caplog, stacked, close):
+@pytest.mark.parametrize(
+    ("method", "model", "multiple"),
+    [
+        ("jfat", "vgg-small", 1),
+        ("jfat", "resnet10", 16),
+        ("fedprophet", "vgg-small", 16),
+        ("fedprophet", "resnet10", 1),
+        ("heterofl", "vgg-small", 16),
+        pytest.param("heterofl", "resnet10", 16, marks=pytest.mark.slow),
+        pytest.param("feddrop", "resnet10", 1, marks=pytest.mark.slow),
+        pytest.param("fedrolex", "vgg-small", 16, marks=pytest.mark.slow),
+    ],
+)
+def test_rounds_without_an_attack_equal_the_plain_engines(session_of, method, model, multiple, caplog, stacked, close):
+    """`multiple`: channels are padded to multiples of it."""
     caplog.set_level(logging.WARNING, "fedprophet")
     changes = {"method": method, "model.name": model, "memory.budget": "50%"}
     # In a narrow network a ReLU that rounding switches on or off is seen by everything behind it: one step is compared.
@@ -35,10 +48,11 @@ def test_rounds_without_an_attack_equal_the_plain_engines(session_of, method, mo
     ends = []
     for fast in (False, True):
         session = session_of(changes)
-        state, engine = session.method.initial(), stacked(session, kernels=kernels) if fast else session.engine
+        state = session.method.initial()
+        engine = stacked(session, kernels=Kernels(multiple)) if fast else session.engine
         records = []
         for _ in range(2):
-            state, record = hold(session.method.round(state), engine)
+            state, record = play_round(session.method.round(state), engine)
             records.append(record)
         ends.append((state, records))
     (plain, plain_records), (fast, fast_records) = ends
@@ -84,7 +98,7 @@ def test_a_prefix_that_cannot_be_fused_takes_its_module_with_it(settings, caplog
     assert len(session.world.modules) > 1
     state = session.method.initial()
     while state.stage == 0:
-        state, _ = hold(session.method.round(state), session.engine)
+        state, _ = play_round(session.method.round(state), session.engine)
     task = session.method._train_task(replace(state, round=7), 0, state.stage)
     assert task.frozen
     with caplog.at_level(logging.WARNING, "fedprophet"):
@@ -96,18 +110,16 @@ def test_a_prefix_that_cannot_be_fused_takes_its_module_with_it(settings, caplog
 def test_other_attacks_and_kinds_of_work(session_of, caplog, stacked):
     session = session_of({"method": "jfat"})
     task = session.method.evaluation_task(session.method.initial(), 0, session.world.image_threat(1))
-    clean = replace(task, attack="autoattack", threat=None)
-    predict = replace(task, kind="predict", client=SERVER)
+    where, kept = {"round": 1, "client": 0, "seed": 0}, {"features.0": torch.arange(2)}
     engine = stacked(session)
     with caplog.at_level(logging.WARNING, "fedprophet"):
-        assert engine._kind_of(clean) is not None  # without a threat the attack does not matter
-        assert engine._kind_of(replace(task, attack="autoattack")) is None
-        assert engine._kind_of(replace(task, kind="report")) is None
-        assert engine._kind_of(replace(task, kind="adopt")) is None
-        assert engine._kind_of(replace(predict, client=0)) is None
-        assert engine._kind_of(replace(task, kept={"features.0": torch.arange(2)}, head=0)) is None
-        kept = {"features.0": torch.arange(2)}
-        assert engine._kind_of(replace(task, kept=kept, adversarial_statistics=True)) is None
+        assert engine._job(replace(task, attack="autoattack", threat=None))  # then the attack does not matter
+        assert engine._job(replace(task, attack="autoattack")) is None
+        assert engine._job(Report(**where)) is None
+        assert engine._job(Adopt(**where)) is None
+        assert engine._job(Predict(**where, last=task.last)) is None
+        assert engine._job(replace(task, kept_channels=kept, head=0)) is None
+        assert engine._job(replace(task, kept_channels=kept, adversarial_statistics=True)) is None
     assert said(caplog) == [
         "attack 'autoattack'", "tasks of the kind 'predict'", "sub-networks of a part of the model",
         "two sets of norm statistics in a sub-network or a cascade",
@@ -118,11 +130,51 @@ def test_a_model_without_a_linear_layer_and_scores_that_are_measured(session_of,
     session = session_of({"method": "jfat"})
     engine, task = stacked(session), joint(session)[0]
     with caplog.at_level(logging.WARNING, "fedprophet"):
-        assert engine._kind_of(replace(task, last=4)) is None
-        assert engine._kind_of(replace(task, kind="measure", threat=session.world.image_threat(1))) is None
+        assert engine._job(replace(task, last=4)) is None
+        measure = Measure(round=1, client=0, seed=0, last=task.last, threat=session.world.image_threat(1))
+        assert engine._job(measure) is None
     assert said(caplog) == ["a model without a linear layer", "measuring class scores"]
 
 
+def test_what_a_task_says_is_known_or_left_to_the_plain_path(session_of, caplog, stacked, joint, same_tensors):
+    """A field that somebody adds to a task is not ignored: where it is used, the client itself has to know it."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class LaterTrain(Train):
+        mixing: float = 0.0
+
+    @dataclass(frozen=True)
+    class LaterTraining(LocalTraining):
+        nesterov: bool = False
+
+    session = session_of({"method": "jfat"})
+    (task,), engine = joint(session, clients=(0,)), stacked(session)
+    as_before = LaterTrain(**vars(task))
+    with caplog.at_level(logging.WARNING, "fedprophet"):
+        assert engine._job(as_before) is not None
+        (mine,), (theirs,) = (one.map([replace(as_before, mixing=0.5)]) for one in (engine, session.engine))
+        assert engine._job(replace(task, training=LaterTraining(**vars(task.training)))) is None
+        assert engine._job(replace(task, threat=ThreatModel("l1", 0.1, 0.1, 1))) is None
+    assert same_tensors(mine.parameters, theirs.parameters)
+    assert said(caplog) == ["LaterTrain.mixing", "LaterTraining", "norm 'l1'"]
+
+
+def test_a_new_kind_of_task_goes_to_the_plain_path(session_of, caplog, stacked, joint):
+    session = session_of({"method": "jfat"})
+
+    @dataclass(frozen=True, kw_only=True)
+    class Rehearse(Train, kind="rehearse"):
+        """It has no fields of its own, and means something else."""
+
+    try:
+        with caplog.at_level(logging.WARNING, "fedprophet"):
+            assert stacked(session)._job(Rehearse(**vars(joint(session)[0]))) is None
+    finally:
+        del TASKS["rehearse"]
+    assert said(caplog) == ["tasks of the kind 'rehearse'"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_plays_on_it(session_of, method, stacked):
     """The first round is without an attack: its loss is the plain engine's, whatever part of it was fused."""
@@ -135,10 +187,10 @@ def test_every_method_plays_on_it(session_of, method, stacked):
     }
     changes = changes if METHODS[method].distills else {k: v for k, v in changes.items() if "distill" not in k}
     plain, fast = session_of(changes), session_of(changes)
-    _, expected = hold(plain.method.round(plain.method.initial()), plain.engine)
+    _, expected = play_round(plain.method.round(plain.method.initial()), plain.engine)
     state, engine = fast.method.initial(), stacked(fast)
-    state, first = hold(fast.method.round(state), engine)
-    _, second = hold(fast.method.round(state), engine)
+    state, first = play_round(fast.method.round(state), engine)
+    _, second = play_round(fast.method.round(state), engine)
     assert first["loss"] == pytest.approx(expected["loss"], rel=1e-4)
     assert first["clean"] == pytest.approx(expected["clean"], abs=0.02)
     assert not first["dropped"]
@@ -146,6 +198,7 @@ def test_every_method_plays_on_it(session_of, method, stacked):
     assert math.isfinite(second["loss"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["jfat", "fedprophet"])
 def test_runs_learn_as_much_as_on_the_plain_engine(session_of, method, stacked):
     """Three attacked rounds: their draws differ, so they are compared by what they learn."""
@@ -164,7 +217,7 @@ def test_runs_learn_as_much_as_on_the_plain_engine(session_of, method, stacked):
         state, engine = session.method.initial(), stacked(session) if fast else session.engine
         records = []
         for _ in range(3):
-            state, record = hold(session.method.round(state), engine)
+            state, record = play_round(session.method.round(state), engine)
             records.append(record)
         runs.append(records)
     for plain, mine in zip(*runs, strict=True):
@@ -180,8 +233,8 @@ def test_a_round_that_is_played_again_ends_in_the_same_bytes(session_of, same_te
     session = session_of({"rounds": 4, "train.warmup": 1})
     engine, state = stacked(session), session.method.initial()
     for _ in range(2):
-        before, (state, record) = state, hold(session.method.round(state), engine)
-    again, repeated = hold(session.method.round(before), stacked(session))
+        before, (state, record) = state, play_round(session.method.round(state), engine)
+    again, repeated = play_round(session.method.round(before), stacked(session))
     assert same_tensors(state.model, again.model)
     assert same_tensors(state.heads, again.heads)
     assert record == repeated
@@ -194,5 +247,5 @@ def test_images_that_are_no_images(settings, stacked):
     model = explicit_chain([("one", nn.Sequential(nn.Flatten(), nn.Linear(4, 8), nn.ReLU())), ("two", nn.Linear(8, 3))])
     changes = {"method": "jfat", "population.clients": 3, "shards.kind": "iid"}
     session = assemble(settings(changes), model=model, dataset=data)
-    _, record = hold(session.method.round(session.method.initial()), stacked(session))
+    _, record = play_round(session.method.round(session.method.initial()), stacked(session))
     assert math.isfinite(record["loss"])

@@ -7,12 +7,13 @@ import pytest
 
 from fedprophet.engines import stacked as stacked_module
 from fedprophet.engines.stacked import StackedEngine
-from fedprophet.fast.kernels import TorchKernels
-from fedprophet.messages.task import SERVER
+from fedprophet.fast.kernels import Kernels
+from fedprophet.messages.tasks import Measure
+from fedprophet.messages.values import SERVER
 from fedprophet.threat import ThreatModel
 
 
-@pytest.mark.parametrize("kernels", [TorchKernels(), TorchKernels(16)], ids=["exact", "padded"])
+@pytest.mark.parametrize("kernels", [Kernels(), Kernels(16)], ids=["exact", "padded"])
 def test_evaluation(learned, kernels, stacked, evaluations, assert_same_evaluation):
     session, state = learned.session, learned.states[-1]
     threat = ThreatModel("linf", 0.05, 0.02, 5, (0.0, 1.0))
@@ -24,21 +25,21 @@ def test_evaluation(learned, kernels, stacked, evaluations, assert_same_evaluati
 def test_the_device_works_on_some_clients_while_others_are_prepared(
     learned, monkeypatch, stacked, evaluations, assert_same_evaluation
 ):
-    monkeypatch.setattr("fedprophet.engines.stacked.BEGINNING", 1)
+    monkeypatch.setattr("fedprophet.engines.fusing.BEGINNING", 1)
     session, state = learned.session, learned.states[-1]
     order: list[tuple[str, int]] = []
-    real_evaluation, real_answers = StackedEngine._evaluation, stacked_module._answers
+    real_evaluation, real_later = StackedEngine._evaluation, stacked_module._later
 
     def evaluation(self, jobs, *inputs):
         order.append(("asked", len(jobs)))
         return real_evaluation(self, jobs, *inputs)
 
-    def answers(jobs, *found):
+    def later(jobs, *found):
         order.append(("answered", len(jobs)))
-        yield from real_answers(jobs, *found)
+        yield from real_later(jobs, *found)
 
     monkeypatch.setattr(StackedEngine, "_evaluation", evaluation)
-    monkeypatch.setattr(stacked_module, "_answers", answers)
+    monkeypatch.setattr(stacked_module, "_later", later)
     assert_same_evaluation(session, evaluations(session, state, range(6), None), stacked(session))
     assert order == [("asked", 1), ("asked", 5), ("answered", 1), ("answered", 5)]
 
@@ -46,7 +47,7 @@ def test_the_device_works_on_some_clients_while_others_are_prepared(
 def test_attacked_images_are_judged_with_the_adversarial_statistics(
     session_of, stacked, joint, evaluations, assert_same_evaluation
 ):
-    session = session_of({"method": "fedrbn", "train.iterations": 40, "train.batch": 32, "shards.kind": "iid"})
+    session = session_of({"method": "fedrbn", "train.iterations": 20, "train.batch": 32, "shards.kind": "iid"})
     state = session.method.initial()
     trained = joint(session, clients=range(6), threat=None, adversarial_statistics=True, wants_local=True)
     layers = session.engine._workspaces["backbone"].layers
@@ -61,14 +62,14 @@ def test_attacked_images_are_judged_with_the_adversarial_statistics(
     tasks = evaluations(session, state, range(6), weak)
     assert all(task.adversarial_statistics for task in tasks)
     assert_same_evaluation(session, tasks)
-    answers = [update.metrics for update in stacked(session).map(tasks)]
-    assert sum(a["clean"] for a in answers) > 2 * sum(a["adversarial"] for a in answers)  # as the second set is wrong
+    answers = list(stacked(session).map(tasks))
+    assert sum(a.clean for a in answers) > 2 * sum(a.adversarial for a in answers)  # as the second set is wrong
 
 
 def test_a_harmless_threat_counts_twice(learned, stacked, evaluations, assert_same_evaluation):
     session, state = learned.session, learned.states[-1]
     tasks = evaluations(session, state, range(3), ThreatModel("linf", 0.0, 0.1, 5, (0.0, 1.0)))
-    assert all(u.metrics["clean"] == u.metrics["adversarial"] for u in stacked(session).map(tasks))
+    assert all(u.clean == u.adversarial for u in stacked(session).map(tasks))
     assert_same_evaluation(session, tasks)
 
 
@@ -79,18 +80,18 @@ def test_parts_and_samples_of_the_servers_test_set(learned, stacked, evaluations
     parts = [replace(whole, part=(a, b), number=n) for n, (a, b) in enumerate([(0, 64), (64, 128), (128, 192)])]
     assert_same_evaluation(session, [*parts, replace(whole, number=9)])
     found = sorted(stacked(session).map(parts), key=lambda update: update.number)
-    assert [update.metrics["samples"] for update in found] == [64, 64, 22]
+    assert [update.samples for update in found] == [64, 64, 22]
     (once,) = stacked(session).map([whole])
-    assert sum(update.metrics["clean"] for update in found) == once.metrics["clean"]
+    assert sum(update.clean for update in found) == once.clean
 
 
 def test_a_part_meets_the_same_attack_whatever_else_is_asked(learned, stacked, evaluations):
     session, state = learned.session, learned.states[-1]
     (whole,) = evaluations(session, state, (SERVER,), ThreatModel("linf", 0.1, 0.04, 3, (0.0, 1.0)))
     parts = [replace(whole, part=(64 * n, 64 * n + 64), number=n) for n in range(4)]
-    together = {u.number: u.metrics for u in stacked(session).map(parts)}
+    together = {answer.number: answer for answer in stacked(session).map(parts)}
     (alone,) = stacked(session).map([replace(parts[2], number=0)])
-    assert alone.metrics == together[2]
+    assert replace(alone, number=2) == together[2]
 
 
 def test_evaluations_of_different_exits(cascade, evaluations, assert_same_evaluation):
@@ -108,7 +109,7 @@ def test_clients_without_held_out_samples(session_of, caplog, stacked, evaluatio
     assert len(session.population.client_data(0).validation) == 0
     tasks = evaluations(session, session.method.initial(), (0, 1), session.world.image_threat(2))
     with caplog.at_level(logging.WARNING, "fedprophet"):
-        assert [u.metrics for u in stacked(session).map(tasks)] == [{"samples": 0.0}] * 2
+        assert [(u.samples, u.clean) for u in stacked(session).map(tasks)] == [(0, 0)] * 2
     assert not caplog.records
 
 
@@ -119,21 +120,21 @@ def test_a_cascade_is_evaluated_from_the_image_on(cascade, evaluations, assert_s
     assert_same_evaluation(session, tasks)
 
 
-@pytest.mark.parametrize("kernels", [TorchKernels(), TorchKernels(16)], ids=["exact", "padded"])
+@pytest.mark.parametrize("kernels", [Kernels(), Kernels(16)], ids=["exact", "padded"])
 def test_measuring(cascade, kernels, stacked, paired):
     asked = [
         task
         for pairs in cascade.exchanges
         for tasks, _ in pairs
         for task in tasks
-        if task.kind == "measure" and task.frozen
+        if isinstance(task, Measure) and task.frozen
     ]
     assert len(asked) == 6
     pairs = paired(stacked(cascade.session, kernels=kernels).map(asked), cascade.session.engine.map(asked))
     for mine, theirs in pairs:
-        assert (mine.weight, mine.metrics["samples"]) == (theirs.weight, theirs.metrics["samples"])
-        assert mine.metrics["magnitude"] == pytest.approx(theirs.metrics["magnitude"], rel=0.05)
-    means = [sum(update.metrics["magnitude"] for update in updates) / 6 for updates in zip(*pairs, strict=True)]
+        assert (mine.weight, mine.samples) == (theirs.weight, theirs.samples)
+        assert mine.magnitude == pytest.approx(theirs.magnitude, rel=0.05)
+    means = [sum(update.magnitude for update in updates) / 6 for updates in zip(*pairs, strict=True)]
     assert means[0] == pytest.approx(means[1], rel=0.02)
     still = [replace(task, threat=replace(task.threat, radius=0.0)) for task in asked]
-    assert {u.metrics["magnitude"] for u in stacked(cascade.session).map(still)} == {0.0}
+    assert {u.magnitude for u in stacked(cascade.session).map(still)} == {0.0}

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from fedprophet.engines.stacked import Limits, StackedEngine
-from fedprophet.fast.narrow import WHOLE
 
 PLENTY = 10**9
 
@@ -17,24 +16,25 @@ def test_draws_depend_on_nobody_else(session_of, same_tensors, stacked, joint, p
     """In any order, in groups of any size: the same numbers, attacked as well."""
     session = session_of({"method": "jfat", "model.options": {"width": 2}})
     tasks = joint(session, clients=(0, 1, 2, 3, 4))
-    sizes = {len(session.population.client_data(k).train) for k in range(5)}
-    whole = list(stacked(session).map(tasks))
-    one = stacked(session)._activations(tasks[0], max(sizes))
+    engine = stacked(session)
+    whole = list(engine.map(tasks))
+    one = max(engine._fusing._activations(engine._job(task)) for task in tasks)
     single = list(stacked(session, Limits(one, PLENTY)).map(tasks))
     backwards = list(stacked(session).map(tasks[::-1]))
     for a, b in (*paired(whole, single), *paired(whole, backwards)):
-        assert a.metrics["loss"] == pytest.approx(b.metrics["loss"], rel=1e-6)
+        assert a.loss == pytest.approx(b.loss, rel=1e-6)
         assert all(close(a.parameters[name], b.parameters[name], 1e-5) for name in a.parameters)
-    assert len({update.metrics["loss"] for update in whole}) == 5
+    assert len({update.loss for update in whole}) == 5
 
 
 def test_chunks_are_of_one_size(session_of, stacked, joint):
     session = session_of({"method": "jfat"})
     tasks = joint(session, clients=range(6), threat=None)
-    one = stacked(session)._activations(tasks[0], 1000)
-    chunks = list(stacked(session, Limits(4 * one, PLENTY))._chunks(tasks))
+    one = stacked(session)._fusing._activations(stacked(session)._job(tasks[0]))
+    engine = stacked(session, Limits(4 * one, PLENTY))
+    chunks = list(engine._fusing._chunks([engine._job(task) for task in tasks]))
     assert [len(chunk) for chunk in chunks] == [3, 3]
-    assert [task.client for chunk in chunks for task in chunk] == list(range(6))
+    assert [job.task.client for chunk in chunks for job in chunk] == list(range(6))
 
 
 def test_a_client_that_does_not_fit_goes_to_the_plain_path(session_of, caplog, stacked):
@@ -64,7 +64,7 @@ def test_features_that_are_driven_out_while_others_are_made(cascade, stacked, as
     tasks = [replace(session.method._train_task(state, client, 1), threat=None) for client in range(6)]
     engine = stacked(session, Limits(PLENTY, 300_000))
     list(engine.map(tasks[3:]))
-    features = engine._features(engine._jobs(tasks[:1], WHOLE))[0]
+    features = engine._features([engine._job(tasks[0])])[0]
     assert engine._inputs.nbytes <= 300_000 < 6 * features.nbytes
     assert_same_training(session, tasks, engine)
 

@@ -1,14 +1,15 @@
 """Sub-networks of different widths on the stacked engine: grouped, padded, and as good as alone."""
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
 
 from fedprophet.fast import narrow
-from fedprophet.fast.kernels import TorchKernels
-from fedprophet.server.coordinator import hold
+from fedprophet.fast.kernels import Kernels
+from fedprophet.messages.tasks import Evaluate, ModelTask, Train
+from fedprophet.server.coordinator import play_round
 from fedprophet.threat import ThreatModel
 
 EVEN = {"shards.kind": "iid", "population.clients": 10}
@@ -19,11 +20,11 @@ SHARES = (0.25, 1.0, 0.6, 0.5, 0.99, 0.05)
 @pytest.mark.parametrize(
     ("method", "apart", "kernels", "groups"),
     [
-        ("heterofl", 0.0, TorchKernels(), [1, 1, 1, 1, 2]),  # each width apart
-        ("heterofl", 1.0, TorchKernels(16), [2, 4]),  # 2 + 4 · (5/8)² + 2 is less than 2 + 2 · (5/8)² + 2 · (2/8)² + 3
-        ("heterofl", 100.0, TorchKernels(), [6]),
-        ("feddrop", 1.0, TorchKernels(), [2, 4]),
-        ("fedrolex", 100.0, TorchKernels(16), [6]),
+        pytest.param("heterofl", 0.0, Kernels(), [1, 1, 1, 1, 2], marks=pytest.mark.slow),  # each width apart
+        ("heterofl", 1.0, Kernels(16), [2, 4]),  # 2 + 4 · (5/8)² + 2 is less than 2 + 2 · (5/8)² + 2 · (2/8)² + 3
+        ("heterofl", 100.0, Kernels(), [6]),
+        ("feddrop", 1.0, Kernels(), [2, 4]),
+        pytest.param("fedrolex", 100.0, Kernels(16), [6], marks=pytest.mark.slow),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -36,7 +37,7 @@ def test_sub_networks_of_any_width(
     engine = stacked(session, kernels=kernels)
     for number, widths in enumerate((SHARES, SHARES[::-1]), start=1):
         tasks = partial_tasks(session, widths, number, threat=None)
-        assert len({tuple(map(len, task.kept.values())) for task in tasks}) == len(SHARES)
+        assert len({tuple(map(len, task.kept_channels.values())) for task in tasks}) == len(SHARES)
         # One channel of eight: whatever a layer gets is multiplied by eight, noise as well.
         assert_same_training(session, tasks, engine, noise=1e-5)
     assert sorted(plan.ladder.clients for plan in plans) == groups
@@ -65,7 +66,7 @@ def test_plans_of_sub_networks_leave_no_trace(
     assert len(plans) == made > 0
     for mine, fresh in paired(found, stacked(session).map(tasks)):
         assert same_tensors(mine.parameters, fresh.parameters)
-        assert mine.metrics == fresh.metrics
+        assert mine.loss == fresh.loss
 
 
 def test_a_sub_network_does_not_depend_on_who_is_beside_it(
@@ -79,26 +80,32 @@ def test_a_sub_network_does_not_depend_on_who_is_beside_it(
     together = list(stacked(session).map(tasks))
     alone = [update for task in tasks for update in stacked(session).map([task])]
     for a, b in paired(together, alone):
-        assert a.metrics["loss"] == pytest.approx(b.metrics["loss"], rel=1e-4)
+        assert a.loss == pytest.approx(b.loss, rel=1e-4)
         assert all(close(a.parameters[name], b.parameters[name], 1e-3) for name in a.parameters)
 
 
+@pytest.mark.slow
 def test_attacks_on_sub_networks_find_losses_as_high(session_of, stacked, partial_tasks, paired):
     changes = {"train.iterations": 12, "train.batch": 32, "rounds": 4, "train.warmup": 3, "model.options": {"width": 6}}
     session = session_of({"method": "heterofl", **EVEN, **changes})
     state = session.method.initial()
     for _ in range(3):
-        state, _ = hold(session.method.round(state), session.engine)
+        state, _ = play_round(session.method.round(state), session.engine)
     session.method.initial = lambda: state
     tasks = partial_tasks(session, (0.3, 0.6, 1.0, 0.8), round=9)
     hyper = replace(tasks[0].training, iterations=4, learning_rate=1e-9)
     threat = ThreatModel("linf", 0.1, 0.04, 5, (0.0, 1.0))
     tasks = [replace(task, training=hyper, threat=threat) for task in tasks]
-    clean = sum(u.metrics["loss"] for u in session.engine.map([replace(task, threat=None) for task in tasks]))
+    clean = sum(u.loss for u in session.engine.map([replace(task, threat=None) for task in tasks]))
     pairs = paired(stacked(session).map(tasks), session.engine.map(tasks))
-    mine, theirs = (sum(update.metrics["loss"] for update in side) - clean for side in zip(*pairs, strict=True))
+    mine, theirs = (sum(update.loss for update in side) - clean for side in zip(*pairs, strict=True))
     assert theirs > 1.0
     assert mine == pytest.approx(theirs, rel=0.05)
+
+
+def as_evaluation(task: Train, threat: ThreatModel) -> Evaluate:
+    same = {each.name: getattr(task, each.name) for each in fields(ModelTask)}
+    return Evaluate(**same, threat=threat, kept_channels=task.kept_channels)
 
 
 def test_a_sub_network_is_evaluated_as_such(session_of, partial_tasks, assert_same_evaluation):
@@ -106,7 +113,7 @@ def test_a_sub_network_is_evaluated_as_such(session_of, partial_tasks, assert_sa
     trained = partial_tasks(session, (0.3, 0.6, 1.0), threat=None)
     list(session.engine.map(trained))
     threat = ThreatModel("linf", 0.02, 0.01, 2, (0.0, 1.0))
-    assert_same_evaluation(session, [replace(task, kind="evaluate", threat=threat) for task in trained])
+    assert_same_evaluation(session, [as_evaluation(task, threat) for task in trained])
 
 
 def test_a_sub_network_that_diverges_leaves_the_others_alone(session_of, same_tensors, stacked, partial_tasks):
@@ -114,13 +121,13 @@ def test_a_sub_network_that_diverges_leaves_the_others_alone(session_of, same_te
     tasks = partial_tasks(session, (0.9, 0.9, 0.95))
     usual = {update.client: update for update in stacked(session).map(tasks)}
     layers = session.engine._workspaces["backbone"].layers
-    layers._clients[("backbone", 1)].versions.pop(1)
+    layers._clients.get(("backbone", 1)).versions.pop(1)
     weight = tasks[1].parameters["features.3.weight"]
     spoilt = {**tasks[1].parameters, "features.3.weight": torch.full_like(weight, 1e38)}
     again = [tasks[0], replace(tasks[1], parameters=spoilt), tasks[2]]
     found = {update.client: update for update in stacked(session).map(again)}
-    assert math.isnan(found[1].metrics["loss"])
-    assert 1 not in layers._clients[("backbone", 1)].versions
+    assert math.isnan(found[1].loss)
+    assert 1 not in layers._clients.get(("backbone", 1)).versions
     for client in (0, 2):
-        assert found[client].metrics == usual[client].metrics
+        assert found[client].loss == usual[client].loss
         assert same_tensors(found[client].parameters, usual[client].parameters)

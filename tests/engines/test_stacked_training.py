@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fedprophet.engines.stacked import _sizes
-from fedprophet.fast.kernels import TorchKernels
-from fedprophet.messages.task import ClientTask
+from fedprophet.client.trainer import batches
+from fedprophet.engines.fusing import batch_sizes
+from fedprophet.fast.kernels import Kernels
+from fedprophet.messages.tasks import Train
+from fedprophet.messages.values import LocalTraining
 from fedprophet.threat import ThreatModel
 
 
@@ -20,7 +22,7 @@ def test_a_stage_behind_frozen_modules(cascade, stage, stacked, assert_same_trai
     state = replace([s for s in cascade.states if s.stage == stage][-1], round=last.round + 1)
     tasks = [replace(session.method._train_task(state, client, stage), threat=None) for client in range(6)]
     assert len(tasks[0].frozen) == stage
-    for kernels in (TorchKernels(), TorchKernels(16)):
+    for kernels in (Kernels(), Kernels(16)):
         assert_same_training(session, tasks, stacked(session, kernels=kernels))
 
 
@@ -100,12 +102,10 @@ def test_batches_of_two_sizes_and_several_passes(session_of, joint, assert_same_
         (1, 1, 1, {1}),
     ],
 )
-def test_the_sizes_of_batches(session_of, samples, batch, iterations, expected, joint):
-    from fedprophet.client.trainer import batches
-
-    hyper = replace(joint(session_of({"method": "jfat"}))[0].training, batch=batch, iterations=iterations)
-    task = ClientTask("train", 1, 0, 0, training=hyper)
-    assert _sizes(task, samples) == expected == {len(b) for b in batches(samples, batch, iterations, task)}
+def test_the_sizes_of_batches(samples, batch, iterations, expected):
+    training = LocalTraining(iterations, batch, 0.1, momentum=0.0, weight_decay=0.0, strong_convexity=0.0)
+    task = Train(round=1, client=0, seed=0, training=training)
+    assert batch_sizes(training, samples) == expected == {len(b) for b in batches(samples, batch, iterations, task)}
 
 
 def test_a_batch_of_a_single_sample_goes_to_the_plain_path(session_of, caplog, joint, assert_same_training):
@@ -150,15 +150,15 @@ def test_a_client_that_diverges_leaves_the_others_alone(session_of, stacked, joi
     fresh = {update.client: update for update in stacked(session).map(later)}
     again = [later[0], replace(later[1], parameters=spoilt), later[2]]
     layers = session.engine._workspaces["backbone"].layers
-    layers._clients[("backbone", 1)].versions.pop(2)
+    layers._clients.get(("backbone", 1)).versions.pop(2)
     found = {update.client: update for update in stacked(session).map(again)}
-    assert math.isnan(found[1].metrics["loss"])
-    assert 2 not in layers._clients[("backbone", 1)].versions  # it keeps what it had
-    assert 2 in layers._clients[("backbone", 0)].versions
+    assert math.isnan(found[1].loss)
+    assert 2 not in layers._clients.get(("backbone", 1)).versions  # it keeps what it had
+    assert 2 in layers._clients.get(("backbone", 0)).versions
     for client in (0, 2):
-        assert found[client].metrics == fresh[client].metrics
+        assert found[client].loss == fresh[client].loss
         assert all(torch.equal(v, fresh[client].parameters[n]) for n, v in found[client].parameters.items())
-    assert math.isfinite(usual[1].metrics["loss"])
+    assert math.isfinite(usual[1].loss)
 
 
 def test_layers_that_overflow_in_the_last_step_are_not_kept(session_of, stacked, joint):
@@ -168,7 +168,7 @@ def test_layers_that_overflow_in_the_last_step_are_not_kept(session_of, stacked,
     hyper = replace(task.training, iterations=1, learning_rate=3e38, weight_decay=1e3)
     for engine in (session.engine, stacked(session)):
         (update,) = engine.map([replace(task, training=hyper)])
-        assert math.isnan(update.metrics["loss"])
+        assert math.isnan(update.loss)
     assert session.layers.get("backbone", 0, task.timeline, 99) is None
 
 
@@ -177,7 +177,7 @@ def test_momentum_of_zero_and_no_decay(session_of, joint, assert_same_training):
     assert_same_training(session, joint(session, threat=None))
 
 
-@pytest.mark.parametrize("kernels", [TorchKernels(), TorchKernels(16)], ids=["exact", "padded"])
+@pytest.mark.parametrize("kernels", [Kernels(), Kernels(16)], ids=["exact", "padded"])
 def test_two_sets_of_statistics_follow_clean_and_attacked_batches(
     session_of, kernels, stacked, joint, assert_same_training
 ):
@@ -200,10 +200,10 @@ def test_attacks_in_training_find_losses_as_high(learned, stacked, paired):
     hyper = replace(tasks[0].training, iterations=4, learning_rate=1e-9)
     threat = ThreatModel("linf", 0.1, 0.04, 5, (0.0, 1.0))
     tasks = [replace(task, training=hyper, threat=threat) for task in tasks]
-    clean = [u.metrics["loss"] for u in session.engine.map([replace(task, threat=None) for task in tasks])]
+    clean = [u.loss for u in session.engine.map([replace(task, threat=None) for task in tasks])]
     pairs = paired(stacked(session).map(tasks), session.engine.map(tasks))
-    raised = [mine.metrics["loss"] - floor for (mine, _), floor in zip(pairs, clean, strict=True)]
-    expected = [theirs.metrics["loss"] - floor for (_, theirs), floor in zip(pairs, clean, strict=True)]
+    raised = [mine.loss - floor for (mine, _), floor in zip(pairs, clean, strict=True)]
+    expected = [theirs.loss - floor for (_, theirs), floor in zip(pairs, clean, strict=True)]
     assert min(expected) > 0.2
     assert raised == pytest.approx(expected, rel=0.1)
     assert sum(raised) == pytest.approx(sum(expected), rel=0.03)

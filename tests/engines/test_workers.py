@@ -1,48 +1,56 @@
-"""The workers engine: the plain engine's updates where plans are the same, and no process that outlives its use."""
+"""The workers engine: the plain engine's answers if both use one plan, and no process that outlives its use."""
 
 import gc
+import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from fedprophet import engines
-from fedprophet.config.config import parse_config
+from fedprophet.engines import worker_process
 from fedprophet.engines.cpu_plan import fast_plan
-from fedprophet.engines.workers import WorkerEngine, WorkerError, _Queues, _shared
-from fedprophet.errors import ModelError, TrainingError
-from fedprophet.messages.codec import pack
-from fedprophet.messages.task import SERVER, ClientTask
+from fedprophet.engines.threads import torch_threads
+from fedprophet.engines.worker_process import WorkerError
+from fedprophet.engines.workers import WorkerEngine, _Queues, _shared
+from fedprophet.errors import ConfigError, ModelError, TrainingError
+from fedprophet.messages.codec import encode
+from fedprophet.messages.tasks import Distill, Report, Task, Train
+from fedprophet.messages.values import SERVER, LocalTraining
 from fedprophet.runs import session as sessions
-from fedprophet.runs.run import RunFiles, RunStoppedError, Silent, play, reopen, start
+from fedprophet.runs.files import RunFiles
+from fedprophet.runs.observer import Observer
+from fedprophet.runs.play import play
+from fedprophet.runs.run import RunStoppedError, reopen, start
 from fedprophet.runs.session import assemble
 
 WORKERS = {"engine": "workers", "threads": 2}
+SMALL = {"method": "jfat", "rounds": 3, "train.iterations": 1, "attack.steps": 1, "evaluate.clients": 2}
+BRIEF = {"rounds": 1, "train.iterations": 1, "attack.steps": 1, "evaluate.steps": 1, "evaluate.clients": 2}
 METHODS = {
-    "fedprophet": {"train.warmup": 0},
+    "fedprophet": {"train.warmup": 0, "memory.budget": "70%", "attack.feature_steps": 1, "measure.steps": 1},
+    "feddf": {"method": "feddf", "rounds": 2, "distillation.public": 20, "distillation.iterations": 2},
     "jfat": {"method": "jfat", "rounds": 2, "population.cohort": 3},
     "heterofl": {"method": "heterofl", "rounds": 2, "population.cohort": 3},
     "fedrbn": {"method": "fedrbn", "rounds": 2, "population.cohort": 3, "memory.budget": "100%"},
-    "feddf": {"method": "feddf", "rounds": 2, "distillation.public": 40, "distillation.iterations": 3},
 }
-SMALL = {"method": "jfat", "rounds": 3, "train.iterations": 1, "attack.steps": 1, "evaluate.clients": 2}
 PATIENCE = 60
+FORK = multiprocessing.get_context("fork")
 
 
 @pytest.fixture(autouse=True)
 def _threads() -> Iterator[None]:
     """Every test ends with the threads that it began with."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+    with torch_threads():
+        yield
 
 
 @pytest.fixture
@@ -51,7 +59,7 @@ def opened(tiny):
     made = []
 
     def make(changes=None, **options):
-        made.append(assemble(tiny({**WORKERS, **(changes or {})}), **options))
+        made.append(assemble(tiny({**SMALL, **WORKERS, **(changes or {})}), **options))
         return made[-1]
 
     yield make
@@ -61,7 +69,7 @@ def opened(tiny):
 
 @contextmanager
 def within(seconds: float = PATIENCE) -> Iterator[None]:
-    """Fail where it takes longer: a test must not hang."""
+    """Fail if it takes longer: a test must not hang."""
 
     def late(*_: object) -> None:
         raise AssertionError("stuck")
@@ -102,13 +110,17 @@ def by_the_same_plan(engine):
     return engine
 
 
-def training(session, round: int = 1) -> list[ClientTask]:
+STEP = LocalTraining(1, 2, 0.1, 0.0, 0.0, 0.0)
+
+
+def training(session, round: int = 1) -> list[Task]:
+    """Return the training tasks of a round: two."""
     method = session.method
     conversation = method.round(replace(method.initial(), round=round - 1))
     return list(conversation.send(list(session.engine.map(next(conversation)))))
 
 
-def endless(session) -> list[ClientTask]:
+def endless(session) -> list[Task]:
     """Return evaluations that take longer than any test."""
     task = session.method.evaluation_task(session.method.initial(), SERVER, session.world.image_threat(10**7))
     return [replace(task, number=number) for number in range(3)]
@@ -117,15 +129,18 @@ def endless(session) -> list[ClientTask]:
 # The same bits -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    "name", ["fedprophet", "feddf", *(pytest.param(name, marks=pytest.mark.slow) for name in list(METHODS)[2:])]
+)
 def test_every_method_does_the_same_as_with_one_client_after_the_other(name, tiny, play_in_memory, same_tensors):
-    plain = play_in_memory(tiny({**METHODS[name], "engine": "plain"}), by_the_same_plan)
-    spread = play_in_memory(tiny({**METHODS[name], **WORKERS}))
+    changes = {**BRIEF, **METHODS[name]}
+    plain = play_in_memory(tiny({**changes, "engine": "plain"}), by_the_same_plan)
+    spread = play_in_memory(tiny({**changes, **WORKERS}))
     spread.session.close()
     assert isinstance(spread.session.engine, WorkerEngine)
     assert spread.records == plain.records
     for ours, theirs in zip(spread.states, plain.states, strict=True):
-        (values, tensors), (expected, expected_tensors) = pack(ours), pack(theirs)
+        (values, tensors), (expected, expected_tensors) = encode(ours), encode(theirs)
         assert values == expected
         assert same_tensors(tensors, expected_tensors)
     for ours, theirs in zip(spread.layers, plain.layers, strict=True):
@@ -135,32 +150,30 @@ def test_every_method_does_the_same_as_with_one_client_after_the_other(name, tin
 
 
 def test_the_number_of_workers_makes_no_difference(tiny, play_in_memory, same_tensors):
-    config = {**METHODS["jfat"], "rounds": 1, "train.warmup": 0}
-    played = [play_in_memory(tiny({**config, "engine": "workers", "threads": count})) for count in (1, 2, 4)]
+    config = {**BRIEF, "method": "jfat", "population.cohort": 3, "train.warmup": 0, "engine": "workers"}
+    played = [play_in_memory(tiny({**config, "threads": count})) for count in (1, 4)]
     for one in played:
         one.session.close()
-    states = [pack(one.states[-1])[1] for one in played]
-    assert same_tensors(states[0], states[1])
-    assert same_tensors(states[0], states[2])
+    assert same_tensors(*(encode(one.states[-1])[1] for one in played))
 
 
 def test_threads_that_this_process_has_used_before_do_not_matter(opened, same_tensors):
-    """A forked process has none of them; whoever waits for one waits forever."""
+    """A forked process has none of them: waiting for one would never end."""
     plain = opened({"engine": "plain", "threads": 1})
     by_the_same_plan(plain.engine)
     expected = {update.client: update for update in plain.engine.map(training(plain))}
-    torch.set_num_threads(2)
-    weight = torch.randn(64, 64, 3, 3, requires_grad=True)
-    torch.conv2d(torch.randn(16, 64, 32, 32), weight).square().sum().backward()
-    torch.randn(700, 700) @ torch.randn(700, 700)
-    with within():
-        session = opened()
-        updates = {update.client: update for update in session.engine.map(training(session))}
+    with torch_threads(2):
+        weight = torch.randn(64, 64, 3, 3, requires_grad=True)
+        torch.conv2d(torch.randn(4, 64, 32, 32), weight).square().sum().backward()
+        torch.randn(400, 400) @ torch.randn(400, 400)
+        with within():
+            session = opened()
+            updates = {update.client: update for update in session.engine.map(training(session))}
     assert updates.keys() == expected.keys()
     assert all(same_tensors(updates[client].parameters, expected[client].parameters) for client in expected)
 
 
-class Stop(Silent):
+class Stop(Observer):
     def __init__(self, after_round: int) -> None:
         self.after_round = after_round
 
@@ -174,6 +187,7 @@ def contents(path):
     return {file.name: file.read_bytes() for file in (files.journal, files.model, files.results)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", [WORKERS, {"engine": "plain", "threads": 1}])
 def test_a_run_may_go_on_with_another_engine_or_number_of_workers(engine, tiny, tmp_path):
     play(start(tiny({**SMALL, **WORKERS}), tmp_path / "undisturbed"))
@@ -194,15 +208,17 @@ def test_a_run_may_go_on_with_another_engine_or_number_of_workers(engine, tiny, 
     play(again)
     found, expected = contents(tmp_path / "run"), contents(tmp_path / "undisturbed")
     assert found["journal.jsonl"].count(b"\n") == expected["journal.jsonl"].count(b"\n")
-    # The plain engine has rounded the first round otherwise.
+    # The plain engine has rounded the first round differently.
     assert (found == expected) == (engine is WORKERS)
 
 
-# Who carries out what ------------------------------------------------------------------------------------------------
+# Who does what -------------------------------------------------------------------------------------------------------
 
 
-def _tasks(*clients: int) -> list[ClientTask]:
-    return [ClientTask("train", 1, client, 0, number=number) for number, client in enumerate(clients)]
+def _tasks(*clients: int) -> list[Task]:
+    return [
+        Train(round=1, client=client, seed=0, number=number, training=STEP) for number, client in enumerate(clients)
+    ]
 
 
 def _given(queues: _Queues, *workers: int) -> list[int | None]:
@@ -210,9 +226,9 @@ def _given(queues: _Queues, *workers: int) -> list[int | None]:
     return [None if task is None else task.client for task in tasks]
 
 
-def test_clients_go_to_the_worker_that_knows_them_and_others_where_least_is_waiting():
+def test_clients_go_to_the_worker_that_has_their_features_and_others_to_the_shortest_queue():
     queues = _Queues(_tasks(1, 2, 3, 4, 5), {3: 1, 5: 1}, 2)
-    # Worker 1 knows 3 and 5; 1 and 2 level the queues, and 4 goes to the first of two equal ones.
+    # Worker 1 has 3 and 5; 1 and 2 level the queues, and 4 goes to the first of two equal ones.
     assert _given(queues, 1, 1) == [3, 5]
     assert _given(queues, 0, 0, 0) == [1, 2, 4]
     assert _given(queues, 0, 1) == [None, None]
@@ -228,26 +244,26 @@ def test_tasks_of_the_most_atoms_come_first():
     tasks = [replace(task, first=spans[task.client][0], last=spans[task.client][1]) for task in _tasks(1, 2, 3, 4)]
     # By length 3, 4, 1, 2, dealt in turn.
     assert _given(_Queues(tasks, {}, 2), 0, 1, 1, 1, 1) == [3, 4, 2, 1, None]
-    # Nor does a worker that knows a client leave it for last.
+    # A worker that has a client's features does not leave the longest for last either.
     assert _given(_Queues(tasks, {1: 0, 3: 0}, 2), 0, 0) == [3, 1]
 
 
 def test_shared_tensors_are_those_of_several_tasks():
     common, other, own = torch.zeros(1), torch.zeros(1), torch.zeros(1)
     tasks = [
-        ClientTask("train", 1, 0, 0, parameters={"a": common, "b": own}),
-        ClientTask("train", 1, 1, 0, parameters={"a": common}, targets={"t": other}),
-        ClientTask("distill", 1, 2, 0, targets={"t": other}),
+        Train(round=1, client=0, seed=0, training=STEP, parameters={"a": common, "b": own}),
+        Distill(round=1, client=1, seed=0, training=STEP, parameters={"a": common}, targets={"t": other}),
+        Distill(round=1, client=2, seed=0, training=STEP, targets={"t": other}),
     ]
     assert _shared(tasks) == {id(common): 0, id(other): 1}
 
 
-def test_reports_are_answered_by_this_process(opened, monkeypatch):
+def test_reports_are_answered_by_this_process(opened):
     """Its store has all that they ask for: a client's layers need not travel there and back."""
     session = opened()
     (trained, *_) = list(session.engine.map(training(session)))
     session.close()
-    report = ClientTask("report", 1, trained.client, 0, wants_local=True)
+    report = Report(round=1, client=trained.client, seed=0, wants_local=True)
     (answer,) = session.engine.map([report])
     assert answer.local.keys() & session.initial_local.keys()
     assert session.engine.processes == ()
@@ -256,11 +272,11 @@ def test_reports_are_answered_by_this_process(opened, monkeypatch):
 def test_features_are_spilled_by_the_workers_and_removed(tiny, tmp_path, monkeypatch, play_in_memory):
     monkeypatch.setattr(sessions, "CACHE_MEMORY", 1)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    played = play_in_memory(tiny({**WORKERS, "train.warmup": 0}))
+    played = play_in_memory(tiny({**BRIEF, **METHODS["fedprophet"], **WORKERS}))
     folders = list(tmp_path.glob("fedprophet-features-*"))
     assert len(folders) == 2
     assert all(list(folder.iterdir()) for folder in folders)
-    assert set(played.session.engine._homes.values()) == {0, 1}
+    assert set(played.session.engine._features_at.values()) == {0, 1}
     played.session.close()
     assert list(tmp_path.iterdir()) == []
 
@@ -304,6 +320,28 @@ def test_a_worker_that_dies_is_reported_and_replaced(opened):
     assert len(session.engine.processes) == 2
 
 
+def test_processes_that_cannot_be_started_are_refused(opened, monkeypatch):
+    real, children = os.fork, iter([True, False])
+
+    def fork():
+        if next(children):
+            return real()
+        raise BlockingIOError(11, "no more processes")
+
+    monkeypatch.setattr(os, "fork", fork)
+    with torch_threads(2):
+        with pytest.raises(TrainingError, match="cannot start 2 worker processes: no more processes"):
+            opened()
+        assert multiprocessing.active_children() == []
+        assert torch.get_num_threads() == 2
+
+
+def test_a_daemonic_process_can_have_no_workers(opened, monkeypatch):
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)
+    with pytest.raises(ConfigError, match=r"needs Linux.* and a process that is not daemonic"):
+        opened()
+
+
 # Processes end -------------------------------------------------------------------------------------------------------
 
 
@@ -334,7 +372,7 @@ def test_threads_come_back_when_the_last_of_several_engines_is_closed(opened):
     assert torch.get_num_threads() == 2
 
 
-def test_a_session_that_nobody_holds_leaves_no_process(tiny):
+def test_a_session_that_is_no_longer_used_leaves_no_process(tiny):
     session = assemble(tiny(WORKERS))
     processes = session.engine.processes
     del session
@@ -349,7 +387,7 @@ def test_a_refused_session_puts_threads_back(tiny):
     assert torch.get_num_threads() == 2
 
 
-def test_updates_that_nobody_took_are_not_mixed_up_with_later_ones(opened):
+def test_answers_that_were_not_taken_are_not_mixed_up_with_later_ones(opened):
     session = opened()
     tasks = training(session)
     unfinished = session.engine.map([replace(task, number=9) for task in (*tasks, *tasks, *tasks)])
@@ -361,13 +399,13 @@ def test_updates_that_nobody_took_are_not_mixed_up_with_later_ones(opened):
         next(unfinished)
 
 
-def test_whoever_stops_in_the_middle_ends_the_workers_at_work(opened):
+def test_stopping_in_the_middle_ends_the_workers_at_work(opened, monkeypatch):
+    monkeypatch.setattr(worker_process, "SECONDS_TO_LEAVE", 2 * PATIENCE)  # none is killed
     session = opened()
     before = session.engine.processes
-    tasks = [*training(session), *endless(session)]
-    answers = session.engine.map(tasks)
+    answers = session.engine.map([*training(session), *endless(session)])
     next(answers)
-    with within(10):
+    with within():
         answers.close()
         assert all(map(gone, before))
 
@@ -376,51 +414,47 @@ class Run:
     """A process of its own that holds a session; `workers` are the processes of its engine."""
 
     def __init__(self, work: Callable[[Callable[[object], None]], None]) -> None:
-        reader, writer = os.pipe()
-        self.process = os.fork()
-        if self.process == 0:
-            try:
-                os.setsid()
-                os.close(reader)
-                work(lambda text: os.write(writer, f"{text}\n".encode()) and None)
-            finally:
-                os._exit(3)
-        os.close(writer)
-        self._file = os.fdopen(reader)
-        self.workers = [int(word) for word in self._file.readline().split()]
+        self._reader, writer = FORK.Pipe(duplex=False)
 
-    def line(self) -> str:
-        return self._file.readline().strip()
+        def lead() -> None:
+            os.setsid()
+            work(writer.send)
 
-    def code(self) -> int:
-        _, status = os.waitpid(self.process, 0)
-        return os.waitstatus_to_exitcode(status)
+        self.process = FORK.Process(target=lead)
+        self.process.start()
+        writer.close()
+        self.workers = self.said()
+
+    def said(self) -> object:
+        return self._reader.recv()
+
+    def code(self) -> int | None:
+        self.process.join(PATIENCE)
+        return self.process.exitcode
 
 
-def _evaluate_endlessly(tiny) -> Callable[[Callable[[object], None]], None]:
+@pytest.mark.slow
+def test_workers_leave_when_their_process_is_killed_in_the_middle_of_a_task(tiny):
     def work(say: Callable[[object], None]) -> None:
         session = assemble(tiny(WORKERS))
-        say(" ".join(map(str, session.engine.processes)))
+        say(session.engine.processes)
         list(session.engine.map(endless(session)))
 
-    return work
-
-
-def test_workers_leave_when_their_process_is_killed_in_the_middle_of_a_task(tiny):
-    run = Run(_evaluate_endlessly(tiny))
+    run = Run(work)
     assert len(run.workers) == 2
     time.sleep(0.3)
     assert all(map(alive, run.workers))
-    os.kill(run.process, signal.SIGKILL)
+    run.process.kill()
     assert run.code() == -signal.SIGKILL
     wait_until(lambda: not any(map(alive, run.workers)), seconds=20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stop_of_the_whole_group_saves_the_run_and_leaves_no_process(number, tiny, tmp_path):
     """Ctrl-C reaches the workers as well."""
 
-    class Tell(Silent):
+    class Tell(Observer):
         def __init__(self, say: Callable[[object], None]) -> None:
             self.say = say
 
@@ -431,48 +465,34 @@ def test_a_stop_of_the_whole_group_saves_the_run_and_leaves_no_process(number, t
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         run = start(tiny({**SMALL, **WORKERS, "rounds": 10**4}), tmp_path / "run")
-        say(" ".join(map(str, run.session.engine.processes)))
-        try:
+        say(run.session.engine.processes)
+        with pytest.raises(RunStoppedError):
             play(run, Tell(say))
-        except RunStoppedError:
-            os._exit(0)
 
     run = Run(work)
-    assert run.line() == "1"
-    os.killpg(run.process, number)
-    with within():
-        assert run.code() == 0
+    assert run.said() == 1
+    os.killpg(run.process.pid, number)
+    assert run.code() == 0
     assert not any(map(alive, run.workers))
     assert (tmp_path / "run" / "checkpoints").exists()
 
 
-# What is chosen ------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
+def test_a_program_that_does_not_close_its_session_ends():
+    """Python would wait for processes that are never told to leave."""
+    program = """
+from fedprophet.config.load import parse_config
+from fedprophet.runs.session import assemble
+session = assemble(parse_config({"engine": "workers", "threads": 2}))
+print(*session.engine.processes)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=180, check=True)
+    assert done.stderr == ""
+    assert len(done.stdout.split()) == 2
+    assert not any(alive(int(process)) for process in done.stdout.split())
 
 
-@pytest.mark.parametrize(
-    ("settings", "gpu", "threads", "chosen"),
-    [
-        ({}, False, 4, "workers"),
-        ({}, False, 1, "plain"),
-        ({}, True, 4, "cuda"),
-        ({"threads": 1}, False, 4, "plain"),
-        ({"threads": 2}, False, 1, "workers"),
-        ({"engine": "plain", "threads": 2}, True, 4, "plain"),
-        ({"engine": "workers", "threads": 1}, True, 4, "workers"),
-    ],
-)
-def test_auto_is_the_gpu_or_all_cores(settings, gpu, threads, chosen, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    torch.set_num_threads(threads)
-    assert engines.chosen_engine(parse_config(settings)) == chosen
-
-
-def test_elsewhere_than_on_linux_auto_is_plain(monkeypatch):
-    monkeypatch.setattr(engines, "sys", SimpleNamespace(platform="darwin"))
-    assert engines.chosen_engine(parse_config({"threads": 2})) == "plain"
-
-
-def test_a_run_takes_all_of_torchs_threads_as_workers(opened, monkeypatch):
+def test_a_run_takes_all_of_torchs_threads_as_workers(opened):
     torch.set_num_threads(3)
     session = opened({"engine": "auto", "threads": 0})
     assert len(session.engine.processes) == 3

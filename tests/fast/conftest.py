@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
@@ -12,10 +13,10 @@ from torch import Tensor, nn
 from fedprophet import models
 from fedprophet.cascade.atoms import Chain, chain_of
 from fedprophet.cascade.heads import build_head
-from fedprophet.client.segment import Segment
-from fedprophet.fast.kernels import TorchKernels
-from fedprophet.fast.layout import Layout
-from fedprophet.fast.program import Ladder, Program
+from fedprophet.client.part import ModelPart
+from fedprophet.fast.kernels import Kernels
+from fedprophet.fast.layout import StackLayout
+from fedprophet.fast.program import Ladder, LayerProgram
 from fedprophet.fast.reading import read_program
 from fedprophet.models.normalize import Normalize
 
@@ -42,8 +43,8 @@ def unlike(model: nn.Module, seed: int) -> nn.Module:
 class Case:
     """Several clients' segments of one kind with a batch for each, and their program."""
 
-    segments: list[Segment]
-    program: Program
+    segments: list[ModelPart]
+    program: LayerProgram
     head: int | None
     x: Tensor
     """Clients × samples × channels × height × width, as the segments read them."""
@@ -69,11 +70,11 @@ class Case:
 
     def stacks(self, multiple: int = 1) -> dict[str, Tensor]:
         """Return the same as stacks, in memory of their own."""
-        stacks = Layout(self.ladder, multiple).stacked(self.parameters(), torch.device("cpu"))
+        stacks = StackLayout(self.ladder, multiple).stacked(self.parameters(), torch.device("cpu"))
         return {name: value.clone(memory_format=torch.contiguous_format) for name, value in stacks.items()}
 
 
-def tensors_of(segment: Segment, head: int | None) -> dict[str, Tensor]:
+def tensors_of(segment: ModelPart, head: int | None) -> dict[str, Tensor]:
     found = {name: value.detach().clone() for name, value in segment.chain.tensors.items()}
     if segment.head is not None:
         found |= {f"heads.{head}.{name}": value.detach().clone() for name, value in segment.head.named_parameters()}
@@ -85,19 +86,20 @@ def features_before(chain: Chain, x: Tensor, first: int) -> Tensor:
         return chain.run(x, 0, first)
 
 
-def segment_of(chain: Chain, first: int, last: int, head: int | None, x: Tensor) -> Segment:
-    body = Segment(chain, first, last, None)
+def segment_of(chain: Chain, first: int, last: int, head: int | None, x: Tensor) -> ModelPart:
+    body = ModelPart(chain, first, last, None)
     if head is None:
         return body
     with torch.no_grad(), body.mode(training=False):
-        return Segment(chain, first, last, build_head(tuple(body.features(x[:1]).shape[1:]), CLASSES))
+        return ModelPart(chain, first, last, build_head(tuple(body.features(x[:1]).shape[1:]), CLASSES))
 
 
 @pytest.fixture(scope="session")
 def make_case() -> Callable[..., Case]:
-    """Return a function that makes clients with different parameters and batches."""
+    """Return a function that makes clients with different parameters and batches. Each kind is traced once."""
 
-    def make(
+    @cache
+    def made(
         name: str = "vgg-small",
         span: tuple[int, int | None, int | None] = (0, None, None),
         shape: tuple[int, int, int] = (1, 8, 8),
@@ -109,7 +111,7 @@ def make_case() -> Callable[..., Case]:
         options = {"width": 4, **options}
         torch.manual_seed(3)
         model = models.build(name, shape, CLASSES, **options)
-        segments: list[Segment] = []
+        segments: list[ModelPart] = []
         batches: list[Tensor] = []
         for client in range(clients):
             normalize = Normalize((0.4,) * shape[0], (0.3,) * shape[0])
@@ -123,7 +125,7 @@ def make_case() -> Callable[..., Case]:
         labels = torch.randint(CLASSES, (clients, samples), generator=torch.Generator().manual_seed(7))
         return Case(segments, program, head, torch.stack(batches), labels)
 
-    return make
+    return lambda *arguments, **options: deepcopy(made(*arguments, **options))
 
 
 SPANS: Sequence[Any] = (
@@ -148,9 +150,9 @@ def case(request: pytest.FixtureRequest, make_case: Callable[..., Case]) -> Case
     return make_case(**request.param)
 
 
-@pytest.fixture(params=[TorchKernels(), TorchKernels(16)], ids=["exact", "padded"])
-def kernels(request: pytest.FixtureRequest) -> TorchKernels:
-    found: TorchKernels = request.param
+@pytest.fixture(params=[Kernels(), Kernels(16)], ids=["exact", "padded"])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    found: Kernels = request.param
     return found
 
 

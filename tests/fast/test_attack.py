@@ -9,8 +9,8 @@ import torch
 from fedprophet.attacks.pgd import pgd
 from fedprophet.fast.attack import Attack
 from fedprophet.fast.draws import Draws
-from fedprophet.fast.folded import Folded
-from fedprophet.fast.kernels import Scaling, TorchKernels
+from fedprophet.fast.folded import FoldedStack
+from fedprophet.fast.kernels import Kernels, Scaling
 from fedprophet.randomness import generator
 from fedprophet.threat import ThreatModel
 
@@ -22,7 +22,7 @@ class Plain:
     """A network of which the attack needs nothing but how it reads inputs."""
 
     read: Scaling
-    kernels = TorchKernels()
+    kernels = Kernels()
     spreads = False
 
     def scaling(self, _):
@@ -140,7 +140,7 @@ def test_clients_do_not_depend_on_each_other(clean):
 )
 def test_losses_are_as_high_as_the_plain_attacks(make_case, threat, span):
     case = make_case(span=span, samples=64)
-    network = Folded(case.ladder, TorchKernels(), torch.float32)
+    network = FoldedStack(case.ladder, Kernels(), torch.float32)
     network.fold(case.stacks())
     found = attacked(lambda z: network.loss_gradient(z, case.targets, 0.01), case.stacked, threat, network=network)
     for client, segment in enumerate(case.segments):
@@ -159,7 +159,7 @@ def test_losses_are_as_high_as_the_plain_attacks(make_case, threat, span):
 
 def test_features_move_as_far_as_under_the_plain_attack(make_case):
     case, threat = make_case(span=(0, 4, None), samples=64), ThreatModel("linf", 0.1, 0.03, 10, (0.0, 1.0))
-    network = Folded(case.ladder, TorchKernels(), torch.float32)
+    network = FoldedStack(case.ladder, Kernels(), torch.float32)
     network.fold(case.stacks())
     clean = network.features(network.prepare(case.stacked))
     found = attacked(lambda z: network.shift_gradient(z, clean), case.stacked, threat, network=network)

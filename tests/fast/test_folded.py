@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from fedprophet.cascade.atoms import explicit_chain
-from fedprophet.fast.folded import Folded, as_matrix
-from fedprophet.fast.kernels import TorchKernels, gathered
-from fedprophet.fast.layout import Layout
+from fedprophet.fast.folded import FoldedStack, as_matrix
+from fedprophet.fast.kernels import Kernels, gathered
+from fedprophet.fast.layout import StackLayout
 from fedprophet.fast.program import Ladder
 from fedprophet.fast.reading import read_program
 
@@ -15,8 +15,8 @@ CPU = torch.device("cpu")
 MU = 0.01
 
 
-def folded(case, kernels) -> Folded:
-    network = Folded(case.ladder, kernels, torch.float32)
+def folded(case, kernels) -> FoldedStack:
+    network = FoldedStack(case.ladder, kernels, torch.float32)
     network.fold(case.stacks(kernels.multiple))
     return network
 
@@ -25,16 +25,16 @@ def folded(case, kernels) -> Folded:
 def test_folding_again_changes_nothing_that_was_brought(make_case, clients):
     """A captured graph writes into a network's own copies; masters, and what tasks brought, must not be among them."""
     case = make_case(clients=clients)
-    layout, parameters = Layout(case.ladder, 1), case.parameters()
+    layout, parameters = StackLayout(case.ladder, 1), case.parameters()
     before = [{name: value.clone() for name, value in tensors.items()} for tensors in parameters]
-    network = Folded(case.ladder, TorchKernels(), torch.float32)
+    network = FoldedStack(case.ladder, Kernels(), torch.float32)
     network.fold(layout.stacked(parameters, CPU))
     kept = [*network.weights.values(), *network.shifts, *network.dense_weights]
     other = [{name: value + 1 for name, value in tensors.items()} for tensors in parameters]
     network.fold(layout.stacked(other, CPU))
     now = [*network.weights.values(), *network.shifts, *network.dense_weights]
     assert all(a is b for a, b in zip(kept, now, strict=True))
-    fresh = Folded(case.ladder, TorchKernels(), torch.float32)
+    fresh = FoldedStack(case.ladder, Kernels(), torch.float32)
     fresh.fold(layout.stacked(other, CPU))
     z = network.prepare(case.stacked)
     assert torch.equal(network.scores(z), fresh.scores(z))
@@ -75,7 +75,7 @@ def test_loss_gradients(case, kernels, distance):
 def test_the_strong_convexity_term_counts_behind_a_head_alone(make_case, distance):
     for span, matters in (((0, 4, 0), True), ((0, None, None), False)):
         case = make_case(span=span)
-        network = folded(case, TorchKernels())
+        network = folded(case, Kernels())
         none, much = (gradient(network, case.stacked, case.targets, mu) for mu in (0.0, 1.0))
         assert (distance(none, much) > 0.1) is matters
 
@@ -106,8 +106,8 @@ def test_an_exit_without_a_pool_reads_every_position(distance):
     chain = explicit_chain([("all", model)])
     program = read_program(chain, 0, 1, None, (2, 4, 4), 4)
     for multiple in (1, 16):
-        kernels = TorchKernels(multiple)
-        network = Folded(Ladder((program,)), kernels, torch.float32)
+        kernels = Kernels(multiple)
+        network = FoldedStack(Ladder((program,)), kernels, torch.float32)
         network.fold(network.layout.stacked([{n: t.detach() for n, t in chain.tensors.items()}], CPU))
         x, labels = torch.rand(6, 2, 4, 4, requires_grad=True), torch.tensor([0, 1, 2, 3, 0, 1])
         with chain.mode(0, 1, training=False):
@@ -124,7 +124,7 @@ def test_a_small_convolution_as_a_matrix(side):
     x = torch.randn(2, 3, side, side, 5)
     weight = torch.randn(2, 9, 5, 7)
     found = torch.bmm(x.view(2, 3, -1), as_matrix(weight, side)).view(2, 3, side, side, 7)
-    torch.testing.assert_close(found, TorchKernels().convolve(x, weight), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, Kernels().convolve(x, weight), rtol=1e-5, atol=1e-5)
 
 
 # Clients that go on for different lengths.
@@ -139,13 +139,13 @@ def test_clients_on_a_ladder_get_what_each_gets_alone(make_case, kernels, name, 
     assert depths[0] == depths[1] > depths[2] > depths[3] == depths[4]
     assert ladder.reach == tuple(sum(depth > block for depth in depths) for block in range(depths[0]))
     assert [(exits.low, exits.high) for exits in ladder.exits] == [(0, 2), (2, 3), (3, 5)]
-    network = Folded(ladder, kernels, torch.float32)
+    network = FoldedStack(ladder, kernels, torch.float32)
     parameters = [case.parameters()[number] for number, case in enumerate(alone)]
     network.fold(network.layout.stacked(parameters, CPU))
     x, targets = alone[0].stacked, alone[0].targets
     found = gradient(network, x, targets, MU)
     for number, case in enumerate(alone):
-        single = Folded(Ladder((case.program,)), kernels, torch.float32)
+        single = FoldedStack(Ladder((case.program,)), kernels, torch.float32)
         single.fold(single.layout.stacked([parameters[number]], CPU))
         own = slice(number, number + 1)
         torch.testing.assert_close(found[own], gradient(single, x[own], targets[own], MU), rtol=1e-4, atol=1e-6)
@@ -165,10 +165,10 @@ def test_a_ladder_begins_with_the_longest_and_all_begin_alike(make_case):
 
 def test_bf16_is_close_and_masters_stay_float32(make_case, distance):
     case = make_case()
-    network = Folded(case.ladder, TorchKernels(), torch.bfloat16)
+    network = FoldedStack(case.ladder, Kernels(), torch.bfloat16)
     network.fold(case.stacks())
     assert {weight.dtype for weight in network.weights.values()} == {torch.bfloat16}
     assert {shift.dtype for shift in network.shifts} == {torch.float32}
-    exact = folded(case, TorchKernels())
+    exact = folded(case, Kernels())
     expected = exact.scores(exact.prepare(case.stacked))
     assert 1e-6 < distance(network.scores(network.prepare(case.stacked)), expected) < 0.03

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from fedprophet.attacks.pgd import pgd
 from fedprophet.fast.draws import Draws
-from fedprophet.fast.folded import Folded
-from fedprophet.fast.kernels import Ball, Norm, Scaling, Statistics, TorchKernels
+from fedprophet.fast.folded import FoldedStack
+from fedprophet.fast.kernels import Ball, Kernels, Norm, Scaling, Statistics
 from fedprophet.fast.rounds import Backend, TrainingPlan, uncaptured
 from fedprophet.fast.training import Training
-from fedprophet.messages.task import LocalTraining
+from fedprophet.messages.values import LocalTraining
 from fedprophet.randomness import generator
 from fedprophet.threat import ThreatModel
 
@@ -79,7 +79,7 @@ def test_convolution(triton, size, dtype):
     x, weight = images(size, inputs, dtype), draw(clients, 9, inputs, outputs, seed=1, dtype=dtype)
     shift, mask = draw(clients, outputs, seed=2), images(size, outputs, dtype, seed=3)
     one, two, three = on_gpu(dtype, x, weight, mask)
-    plain = TorchKernels()
+    plain = Kernels()
     assert error(triton.convolve(one, two), plain.convolve(x, weight)) < TOLERANCE[dtype]
     back = triton.convolve(three, two, turned=True)
     assert error(back, plain.convolve(mask, weight, turned=True)) < TOLERANCE[dtype]
@@ -101,7 +101,7 @@ def test_rare_convolutions(triton, dtype, side, stride):
     x, weight = draw(2, 3, 8, 8, 16, dtype=dtype), draw(2, side * side, 16, 32, seed=1, dtype=dtype)
     gradient = draw(2, 3, 4, 4, 32, seed=2, dtype=dtype)
     one, two, three = on_gpu(dtype, x, weight, gradient)
-    plain = TorchKernels()
+    plain = Kernels()
     found = triton.convolve(one, two, stride=stride)
     assert found.is_contiguous()
     assert error(found, plain.convolve(x, weight, stride=stride)) < TOLERANCE[dtype]
@@ -116,7 +116,7 @@ def test_what_convolutions_end_with(triton, size, dtype):
     x, mask = images(size, 48, dtype), images(size, 48, dtype, seed=1)
     shift = draw(size[0], 48, seed=2)
     one, two = on_gpu(dtype, x, mask)
-    rectified, masked = (TorchKernels().finish(x.clone(), shift, each) for each in (None, mask))
+    rectified, masked = (Kernels().finish(x.clone(), shift, each) for each in (None, mask))
     out = torch.empty_like(one)
     assert triton.finish(one, shift.to(GPU), two, out) is out
     assert error(out, masked) < TOLERANCE[dtype]
@@ -128,7 +128,7 @@ def test_weight_gradient(triton, size, dtype):
     x, gradient = images(size, inputs, dtype), images(size, outputs, dtype, seed=4)
     found = triton.weight_gradient(*on_gpu(dtype, x, gradient))
     assert found.dtype == torch.float32
-    assert error(found, TorchKernels().weight_gradient(x, gradient)) < TOLERANCE[dtype]
+    assert error(found, Kernels().weight_gradient(x, gradient)) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("window", [2, 3])
@@ -139,14 +139,14 @@ def test_pool_and_its_gradient(triton, size, dtype, window):
     x = images(size, channels, dtype, seed=5).relu().mul(2).round().div(2)  # many positions are equal
     gradient = images((*size[:2], side // 2, 0, 0), channels, dtype, seed=6)
     one, two = on_gpu(dtype, x, gradient)
-    (top, winners), (expected, winning) = triton.pool(one, window), TorchKernels().pool(x, window)
+    (top, winners), (expected, winning) = triton.pool(one, window), Kernels().pool(x, window)
     assert torch.equal(top.float().cpu(), expected)
     assert torch.equal(winners.cpu(), winning)
     # A window on the border of 2×2 positions sees no more than these four.
     some = {4, 5, 7, 8, 9} if (side, window) == (2, 3) else set(range(window**2 + 1))
     assert set(winning.unique().tolist()) == some
     back = triton.unpool(winners, two, window)
-    assert error(back, TorchKernels().unpool(winning, gradient, window)) < TOLERANCE[dtype]
+    assert error(back, Kernels().unpool(winning, gradient, window)) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -157,7 +157,7 @@ def test_averages(triton, size, dtype, parts):
     x = images(size, channels, dtype, seed=5)
     gradient = draw(*size[:2], parts * parts * channels, seed=6, dtype=dtype)
     one, two = on_gpu(dtype, x, gradient)
-    plain = TorchKernels()
+    plain = Kernels()
     assert error(triton.average(one, parts), plain.average(x, parts)) < TOLERANCE[dtype]
     for weight, masked in ((0.0, False), (0.3, True)):
         out = torch.empty_like(one)
@@ -175,7 +175,7 @@ def test_the_gradient_at_a_head(triton, size, dtype, classes):
     for weighted, masked in ((0.0, False), (0.3, True)):
         out = torch.empty_like(one)
         assert triton.head_gradient(one, two, three, targets.to(GPU), weighted, masked, out) is out
-        expected = TorchKernels().head_gradient(x, weight, bias, targets, weighted, masked)
+        expected = Kernels().head_gradient(x, weight, bias, targets, weighted, masked)
         assert error(out, expected) < TOLERANCE[dtype]
 
 
@@ -184,7 +184,7 @@ def test_norms(triton, size, dtype):
     x, gradient, active = (images(size, channels, dtype, seed=seed) for seed in (7, 8, 9))
     x = (2 * x + 1).to(dtype).float()
     a, b, c = (draw(clients, channels, seed=seed) for seed in (10, 11, 12))
-    plain, tensors = TorchKernels(), on_gpu(dtype, gradient, active, x)
+    plain, tensors = Kernels(), on_gpu(dtype, gradient, active, x)
     numbers = [values.to(GPU) for values in (a, b, c)]
     for add, relu in ((None, True), (gradient, True), (None, False)):
         extra = None if add is None else tensors[0]
@@ -212,7 +212,7 @@ def test_statistics_and_slopes_of_a_norm_layer(triton, dtype, shape, biased):
     x = (2 * x + 1).to(dtype).float()
     norm, expected = (norm_layer(clients, channels, biased, device) for device in (GPU, CPU))
     on_device = on_gpu(dtype, gradient, active, x)
-    found, statistics = triton.norm_statistics(on_device[2], norm), TorchKernels().norm_statistics(x, expected)
+    found, statistics = triton.norm_statistics(on_device[2], norm), Kernels().norm_statistics(x, expected)
     # Statistics and sums are float32 whatever they are of.
     for one, other in zip(vars(found).values(), vars(statistics).values(), strict=True):
         assert one.is_contiguous()
@@ -224,7 +224,7 @@ def test_statistics_and_slopes_of_a_norm_layer(triton, dtype, shape, biased):
     assert torch.equal(norm.bias, untouched.bias)
     given = Statistics(*(value.to(GPU) for value in vars(statistics).values()))
     slopes = triton.norm_slopes(*on_device, given)
-    wanted = TorchKernels().norm_slopes(gradient, active, x, statistics)
+    wanted = Kernels().norm_slopes(gradient, active, x, statistics)
     for one, other in zip(vars(slopes).values(), vars(wanted).values(), strict=True):
         assert one.is_contiguous()
         assert error(one, other) < 1e-4
@@ -256,7 +256,7 @@ def test_folding_a_norm_layer(triton, dtype, shape, biased, add):
     clients, channels = shape[0], shape[-1]
     weight, shift = draw(*shape, seed=1), draw(clients, channels, seed=2)
     results = []
-    for kernels, device in ((TorchKernels(), CPU), (triton, GPU)):
+    for kernels, device in ((Kernels(), CPU), (triton, GPU)):
         norm, there = norm_layer(clients, channels, biased, device), shift.clone().to(device)
         out = torch.empty(shape, dtype=dtype, device=device)
         kernels.fold(weight.to(device), norm, out, there, add)
@@ -288,7 +288,7 @@ def test_a_step_of_an_attack(triton, norm, channels, spread):
     x, gradient = clean + 0.01 * draw(*shape, seed=1), draw(*shape[:-1], 32 if spread else 48, seed=2)
     mean, std = draw(channels, seed=3).sigmoid(), draw(channels, seed=4).exp()
     found = []
-    for kernels, device in ((TorchKernels(), CPU), (triton, GPU)):
+    for kernels, device in ((Kernels(), CPU), (triton, GPU)):
         radius, step = (torch.tensor(value, device=device) for value in (0.05, 0.03))
         scaling = Scaling(mean.to(device), std.to(device), torch.float32, 48)
         moved = x.to(device).clone()
@@ -312,7 +312,7 @@ def test_convolutions_in_blocks(triton, side, turned):
     x = draw(clients, samples, side, side, read, dtype=torch.bfloat16)
     mask, shift = draw(clients, samples, side, side, written, seed=2), draw(clients, written, seed=3)
     options = {"mask": mask, "turned": True} if turned else {"shift": 20 * shift}
-    expected = TorchKernels().convolve(x, weight, **options)
+    expected = Kernels().convolve(x, weight, **options)
     on_device = {name: value.to(GPU) if isinstance(value, Tensor) else value for name, value in options.items()}
     if turned:
         on_device["mask"] = mask.to(GPU, torch.bfloat16)
@@ -340,7 +340,7 @@ def test_every_kind_of_tile(triton, samples, side, inputs, outputs, turned):
     clients, taps = 2, (outputs, inputs) if turned else (inputs, outputs)
     x, weight = draw(clients, samples, side, side, inputs), draw(clients, 9, *taps, seed=1)
     x, weight = on_gpu(torch.bfloat16, x, weight)
-    expected = TorchKernels().convolve(x, weight, turned=turned)
+    expected = Kernels().convolve(x, weight, turned=turned)
     assert error(triton.convolve(x, weight, turned=turned), expected.float().cpu()) < TOLERANCE[torch.bfloat16]
 
 
@@ -352,9 +352,9 @@ def test_convolutions_of_few_channels(triton, channels, dtype):
     weight[:, :, channels:] = 0
     shift = 2 * draw(clients, outputs, seed=2)
     found = triton.convolve(*on_gpu(dtype, x, weight), shift.to(GPU), channels=channels)
-    assert error(found, TorchKernels().convolve(x, weight, shift)) < TOLERANCE[dtype]
+    assert error(found, Kernels().convolve(x, weight, shift)) < TOLERANCE[dtype]
     found = triton.convolve(*on_gpu(dtype, x, weight), channels=channels)
-    assert error(found, TorchKernels().convolve(x, weight)) < TOLERANCE[dtype]
+    assert error(found, Kernels().convolve(x, weight)) < TOLERANCE[dtype]
 
 
 # Networks.
@@ -374,7 +374,7 @@ def case(request, make_case):
 
 
 def test_networks_in_evaluation_mode(case, triton):
-    reference, network = (Folded(case.ladder, kernels, torch.float32) for kernels in (TorchKernels(), triton))
+    reference, network = (FoldedStack(case.ladder, kernels, torch.float32) for kernels in (Kernels(), triton))
     reference.fold(case.stacks())
     network.fold({name: value.to(GPU) for name, value in case.stacks(triton.multiple).items()})
     x, z = network.prepare(case.stacked.to(GPU)), reference.prepare(case.stacked)
@@ -389,7 +389,7 @@ def test_steps_of_training(case, triton):
     # Rounding decides what a ReLU at zero lets through; a deeper network enlarges that in its next step.
     steps = 2 if len(case.program.blocks) < 5 else 1
     trainings = []
-    for kernels, device in ((TorchKernels(), CPU), (triton, GPU)):
+    for kernels, device in ((Kernels(), CPU), (triton, GPU)):
         stacks = {name: value.to(device) for name, value in case.stacks(kernels.multiple).items()}
         training = Training(case.ladder, kernels, torch.float32, stacks, HYPER)
         for _ in range(steps):

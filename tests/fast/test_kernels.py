@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fedprophet.fast.kernels import Norm, Statistics, TorchKernels, gathered
+from fedprophet.fast.kernels import Kernels, Norm, Statistics, gathered
 
-KERNELS = TorchKernels()
+KERNELS = Kernels()
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from fedprophet.fast.layout import Layout
+from fedprophet.fast.layout import StackLayout
 
 CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("multiple", [1, 16])
 def test_every_tensor_comes_back_as_it_was(case, multiple):
-    layout, parameters = Layout(case.ladder, multiple), case.parameters()
+    layout, parameters = StackLayout(case.ladder, multiple), case.parameters()
     stacks = layout.stacked(parameters, CPU)
     back = layout.clients(stacks)
     assert set(back) == set(case.program.tensors)
@@ -44,7 +44,7 @@ def test_what_all_clients_share_lies_in_memory_once(make_case):
     case = make_case(clients=3)
     first, second, _ = case.parameters()
     local = {name: second[name] for name in second if "running" in name}
-    stacks = Layout(case.ladder, 1).stacked([first, first | local, first], CPU)
+    stacks = StackLayout(case.ladder, 1).stacked([first, first | local, first], CPU)
     assert stacks["features.0.weight"].stride(0) == 0
     assert stacks["features.1.running_mean"].stride(0) > 0
     assert torch.equal(stacks["features.1.running_mean"][1], second["features.1.running_mean"])

@@ -14,7 +14,8 @@ from fedprophet.client.trainer import batches as trained_batches
 from fedprophet.errors import ConfigError
 from fedprophet.fleet.latency import Workload, batch_sizes, client_seconds, local_time, workload_of
 from fedprophet.fleet.network import Link
-from fedprophet.messages.task import ClientTask, Resources
+from fedprophet.messages.tasks import Train
+from fedprophet.messages.values import LocalTraining, Resources
 from fedprophet.models import build
 
 # 1000 parameters, 4000 activation elements (so 28,000 bytes to train, 20,000 to attack), 8 samples of 50 elements.
@@ -182,7 +183,7 @@ def test_batch_sizes(samples, batch, iterations, expected):
 
 @pytest.mark.parametrize(("samples", "batch", "iterations"), [(37, 8, 13), (16, 8, 5), (3, 8, 4), (9, 1, 20)])
 def test_batch_sizes_are_those_that_are_trained(samples, batch, iterations):
-    task = ClientTask("train", round=1, client=0, seed=0)
+    task = Train(round=1, client=0, seed=0, training=LocalTraining(iterations, batch, 0.1, 0.9, 0.0, 0.0))
     assert batch_sizes(samples, batch, iterations) == tuple(map(len, trained_batches(samples, batch, iterations, task)))
 
 

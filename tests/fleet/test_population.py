@@ -9,7 +9,7 @@ from fedprophet.data import ShardSettings, from_tensors, load
 from fedprophet.data.dataset import Dataset, TensorExamples
 from fedprophet.errors import ConfigError
 from fedprophet.fleet import Availability, Population, load_pool, population
-from fedprophet.messages.task import SERVER
+from fedprophet.messages.values import SERVER
 
 POOL = load_pool("small")
 TRAIN = 100

@@ -363,6 +363,7 @@ def finish(processes: Iterable["subprocess.Popen[str]"]) -> list[int]:
     return asked
 
 
+@pytest.mark.slow
 def test_several_processes_share_a_folder(folder: Path) -> None:
     """Nobody finds a damaged file, a missing one that was written, or more than the limit when all are done."""
     size = len(tensors_to_bytes({"w": torch.zeros(5000)}))
@@ -376,6 +377,7 @@ def test_several_processes_share_a_folder(folder: Path) -> None:
     assert len(names) == 3
 
 
+@pytest.mark.slow
 def test_a_process_killed_in_the_middle_leaves_a_sound_folder(folder: Path) -> None:
     process = start(folder, 1, seed=0, turns=10**6)
     assert process.stdout is not None

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,59 +12,72 @@ pytest.importorskip("flwr")
 
 from flwr.app import ConfigRecord, Error, RecordDict
 
-from fedprophet.engines import Parts
-from fedprophet.engines.plain import EmbeddedEngine
+from fedprophet.engines import EngineParts
+from fedprophet.engines.plain import PlainEngine
 from fedprophet.errors import FedProphetError, TrainingError
+from fedprophet.flower import protocol
 from fedprophet.flower.engine import FlowerEngine
-from fedprophet.flower.manifest import Terms
+from fedprophet.flower.manifest import RunManifest
 from fedprophet.flower.node import answer
 from fedprophet.flower.protocol import (
     Order,
     hello_request,
     is_hello,
+    pack_answer,
     pack_hello,
     pack_lacking,
     pack_refusal,
-    pack_update,
     unpack_task,
     wire_bytes,
 )
-from fedprophet.flower.timeouts import Pace
+from fedprophet.flower.timeouts import Timeouts
+from fedprophet.messages.answers import Adopted, Answer, Evaluated, Reported, Trained
 from fedprophet.messages.modules import digest
-from fedprophet.messages.task import SERVER, ClientTask, ClientUpdate, FrozenModule, LocalTraining
+from fedprophet.messages.tasks import Adopt, Evaluate, Report, Task, Train
+from fedprophet.messages.values import SERVER, FrozenModule, LocalTraining
 from fedprophet.runs.session import assemble
 
-QUICK = Pace(deadline=0.4, interval=0.01, patience=0.05, greeting=0.05)
+QUICK = Timeouts(deadline=0.4, interval=0.01, patience=0.05, greeting=0.05)
 CLIENTS = (0, 1, 2)
 RUN = "0123456789abcdef"
 
 
 @pytest.fixture(scope="module")
-def parts(tiny) -> Parts:
-    made: list[Parts] = []
+def parts(tiny) -> EngineParts:
+    made: list[EngineParts] = []
     config = tiny({"method": "jfat", "population.clients": 3})
 
-    def make(parts: Parts) -> EmbeddedEngine:
+    def make(parts: EngineParts) -> PlainEngine:
         made.append(parts)
-        return EmbeddedEngine(parts.population, parts.workspaces, parts.reserve)
+        return PlainEngine(parts.population, parts.workspaces, parts.reserve)
 
     assemble(config, engine=make)
     return made[0]
 
 
-def report(client: int, round: int = 1, number: int = 0) -> ClientTask:
-    return ClientTask("report", round, client, seed=0, number=number)
+def report(client: int, round: int = 1, number: int = 0, **more: Any) -> Report:
+    return Report(round=round, client=client, seed=0, number=number, **more)
 
 
-def train(parts: Parts, client: int) -> ClientTask:
+def evaluate(client: int, *digests: str, round: int = 1) -> Evaluate:
+    """Return a task that needs fixed modules."""
+    frozen = tuple(FrozenModule(index, index + 1, digest) for index, digest in enumerate(digests))
+    return Evaluate(round=round, client=client, seed=0, frozen=frozen)
+
+
+def train(parts: EngineParts, client: int) -> Train:
     chain = parts.workspaces["backbone"].chain
     start = {name: chain.tensors[name].detach().clone() for name in chain.shared()}
     training = LocalTraining(1, 16, 0.1, 0.9, 0.0, 0.0)
-    return ClientTask("train", 1, client, seed=0, last=len(chain.atoms), training=training, batch=16, parameters=start)
+    last = len(chain.atoms)
+    return Train(round=1, client=client, seed=0, last=last, training=training, batch=16, parameters=start)
 
 
-def reply_to(task: ClientTask, **changes: Any) -> ClientUpdate:
-    return replace(ClientUpdate(task.kind, task.round, task.client, 5.0, number=task.number), **changes)
+def reply_to(task: Task, **changes: Any) -> Answer:
+    values = {"round": task.round, "client": task.client, "number": task.number, "weight": 5.0, **changes}
+    if isinstance(task, Train):
+        return Trained(loss=0.5, samples=5, **values)
+    return Evaluated(samples=5, **values) if isinstance(task, Evaluate) else Reported(**values)
 
 
 Respond = Callable[[Order], Any]
@@ -78,7 +90,7 @@ def node(client: int, respond: Respond | None = None) -> Callable[[RecordDict], 
         if is_hello(record):
             return pack_hello(client)
         order = unpack_task(record)
-        return respond(order) if respond else pack_update(reply_to(order.task))
+        return respond(order) if respond else pack_answer(reply_to(order.task))
 
     return receive
 
@@ -92,16 +104,16 @@ def fleet(**others: Respond) -> dict[int, Callable[[RecordDict], Any]]:
 def connect(fake_grid, parts):
     """Return a function that makes an engine on nodes; its grid is `engine.grid`."""
 
-    def make(nodes, pace: Pace = QUICK, **options):
+    def make(nodes, timeouts: Timeouts = QUICK, **options):
         grid = fake_grid(nodes)
-        engine = FlowerEngine(grid, parts, lambda: RUN, Terms.of(parts), pace, **options)
+        engine = FlowerEngine(grid, parts, lambda: RUN, RunManifest.of(parts), timeouts, **options)
         engine.grid = grid
         return engine
 
     return make
 
 
-def clients_of(updates: Iterable[ClientUpdate]) -> list[int]:
+def clients_of(updates: Iterable[Answer]) -> list[int]:
     return sorted(update.client for update in updates)
 
 
@@ -112,20 +124,20 @@ def test_updates_are_the_plain_engines(connect, parts, tmp_path, same_tensors):
 
     torch.set_num_threads(1)
     tasks = [train(parts, client) for client in CLIENTS]
-    engine = connect({100 + client: real(client) for client in CLIENTS}, Pace(deadline=60))
+    engine = connect({100 + client: real(client) for client in CLIENTS}, Timeouts(deadline=60))
     found = {update.client: update for update in engine.map(tasks)}
-    plain = EmbeddedEngine(parts.population, parts.workspaces, parts.reserve)
+    plain = PlainEngine(parts.population, parts.workspaces, parts.reserve)
     for expected in plain.map(tasks):
         ours = found[expected.client]
         assert same_tensors(ours.parameters, expected.parameters)
-        assert (ours.metrics, ours.weight) == (expected.metrics, expected.weight)
+        assert (ours.loss, ours.samples, ours.weight) == (expected.loss, expected.samples, expected.weight)
     assert engine.account()["faults"] == {}
 
 
 def test_server_tasks_need_no_node(connect):
     engine = connect({})
-    (update,) = engine.map([ClientTask("adopt", 1, SERVER, seed=0)])
-    assert update.client == SERVER
+    (update,) = engine.map([Adopt(round=1, client=SERVER, seed=0)])
+    assert (type(update), update.client) == (Adopted, SERVER)
     assert engine.grid.sent == []
 
 
@@ -152,7 +164,7 @@ def test_late_answer_is_dropped_and_noted(connect):
 
 def test_second_answer_is_dropped(connect):
     def twice(order: Order) -> list[RecordDict]:
-        return [pack_update(reply_to(order.task)), pack_update(reply_to(order.task, weight=9.0))]
+        return [pack_answer(reply_to(order.task)), pack_answer(reply_to(order.task, weight=9.0))]
 
     engine = connect(fleet(_2=twice))
     updates = list(engine.map([report(client) for client in CLIENTS]))
@@ -160,9 +172,12 @@ def test_second_answer_is_dropped(connect):
     assert engine.account()["faults"] == {"2": "it answered twice"}
 
 
-@pytest.mark.parametrize("changes", [{"client": 0}, {"round": 7}, {"kind": "train"}, {"number": 3}])
-def test_answer_for_another_task_is_dropped(connect, changes):
-    engine = connect(fleet(_1=lambda order: pack_update(reply_to(order.task, **changes))))
+ANOTHER = [reply_to(task) for task in (report(0), report(1, 7), report(1, number=3), evaluate(1))]
+
+
+@pytest.mark.parametrize("answer", ANOTHER, ids=["client", "round", "number", "kind"])
+def test_answer_for_another_task_is_dropped(connect, answer):
+    engine = connect(fleet(_1=lambda order: pack_answer(answer)))
     assert clients_of(engine.map([report(0), report(1)])) == [0]
     assert "another task" in engine.account()["faults"]["1"]
 
@@ -174,7 +189,7 @@ def test_answer_for_another_task_is_dropped(connect, changes):
         (Error(code=2, reason="it broke"), "its node failed: it broke"),
         (Error(code=2), "its node failed: error 2"),
         (RecordDict({"x": ConfigRecord({"y": 1})}), "the message has no header: it was not made by fedprophet"),
-        (pack_hello(1), "it said who it is in place of an answer"),
+        (pack_hello(1), "it said which client it is in place of an answer"),
         (hello_request(), "an answer was expected, but this is a message of kind 'who'"),
     ],
 )
@@ -203,12 +218,11 @@ def test_modules_travel_when_they_are_lacking_and_once(connect, parts):
         cached.update(order.modules)
         attached.append(sorted(order.modules))
         lacking = [frozen.digest for frozen in order.task.frozen if frozen.digest not in cached]
-        return pack_lacking(lacking) if lacking else pack_update(reply_to(order.task))
+        return pack_lacking(lacking) if lacking else pack_answer(reply_to(order.task))
 
     engine = connect(fleet(_0=caching))
     for turn in (1, 2):
-        task = replace(report(0, turn), frozen=(FrozenModule(0, 1, name),))
-        assert clients_of(engine.map([task])) == [0]
+        assert clients_of(engine.map([evaluate(0, name, round=turn)])) == [0]
     assert attached == [[], [name], []]
     assert torch.equal(cached[name]["weight"], torch.arange(4.0))
     assert engine.account()["faults"] == {}
@@ -216,9 +230,8 @@ def test_modules_travel_when_they_are_lacking_and_once(connect, parts):
 
 def test_modules_are_not_sent_twice_nor_to_those_who_need_none(connect, parts):
     name = parts.workspaces["backbone"].modules.add({"weight": torch.arange(5.0)})
-    task = replace(report(0), frozen=(FrozenModule(0, 1, name),))
     engine = connect(fleet(_0=lambda order: pack_lacking([name]), _1=lambda order: pack_lacking([name])))
-    assert clients_of(engine.map([task, report(1)])) == []
+    assert clients_of(engine.map([evaluate(0, name), report(1)])) == []
     assert engine.account()["faults"] == {
         "0": "it asks again for modules that it was sent",
         "1": "it asks for modules that its task does not need",
@@ -227,17 +240,16 @@ def test_modules_are_not_sent_twice_nor_to_those_who_need_none(connect, parts):
 
 def test_node_that_lost_what_it_had_meanwhile_gets_all_modules(connect, parts):
     names = [parts.workspaces["backbone"].modules.add({"weight": torch.full((2,), float(i))}) for i in (7, 8)]
-    task = replace(report(0), frozen=tuple(FrozenModule(i, i + 1, name) for i, name in enumerate(names)))
     attached = []
 
     def forgetful(order: Order) -> RecordDict:
         """Lack the second at first, then the first; with both it can begin."""
         attached.append(set(order.modules))
         wanted = {0: [names[1]], 1: [names[0]]}.get(len(order.modules))
-        return pack_lacking(wanted) if wanted else pack_update(reply_to(order.task))
+        return pack_lacking(wanted) if wanted else pack_answer(reply_to(order.task))
 
     engine = connect(fleet(_0=forgetful))
-    assert clients_of(engine.map([task])) == [0]
+    assert clients_of(engine.map([evaluate(0, *names)])) == [0]
     assert attached == [set(), {names[1]}, set(names)]
     assert engine.account()["faults"] == {}
 
@@ -255,7 +267,7 @@ def test_who_claims_to_be_another_client_gets_no_tasks(connect):
 
 
 def test_node_cannot_take_the_place_of_one_that_is_away(connect):
-    engine = connect({100: node(0), 102: node(1)}, owners=lambda: {100: 0, 102: 2})
+    engine = connect({100: node(0), 102: node(1)}, keys=lambda: {100: 0, 102: 2})
     assert clients_of(engine.map([report(client) for client in CLIENTS])) == [0]
     reason = "its node says that it is client 1, and its key was made for client 2. Set client = 2 in its node.toml"
     assert engine.account()["faults"] == {"1": "not connected", "2": reason}
@@ -267,11 +279,11 @@ def test_answer_that_is_too_large_is_dropped_before_a_tensor_is_made_of_it(conne
     expected = sum(tensor.nbytes for tensor in task.parameters.values())
 
     def with_bytes(count: int) -> Respond:
-        return lambda order: pack_update(reply_to(order.task, parameters={"x": torch.zeros(count, dtype=torch.uint8)}))
+        return lambda order: pack_answer(reply_to(order.task, parameters={"x": torch.zeros(count, dtype=torch.uint8)}))
 
     def too_large(order: Order) -> RecordDict:
         record = with_bytes(2 * expected + 2**20)(order)
-        monkeypatch.setattr(torch, "empty", lambda *_, **__: pytest.fail("a tensor was made"))
+        monkeypatch.setattr(protocol, "load", lambda _: pytest.fail("a tensor was made"))
         return record
 
     assert clients_of(connect(fleet(_1=with_bytes(2 * expected + 2**20 - 2000))).map([task])) == [1]
@@ -285,9 +297,9 @@ def test_own_layers_count_where_they_were_asked_for(connect, parts):
     layers = {name: tensor.clone() for name, tensor in parts.workspaces["backbone"].initial.items()}
     both = {**layers, **{f"{name}.adversarial": tensor for name, tensor in layers.items()}}
     filling = torch.zeros(2**20, dtype=torch.uint8)  # so that it is the layers that decide
-    asked = replace(report(1), wants_local=True)
+    asked = report(1, wants_local=True)
     for task, local, usable in [(asked, both, True), (report(1), both | {"x": filling}, False)]:
-        engine = connect(fleet(_1=lambda order, local=local: pack_update(reply_to(order.task, local=local))))
+        engine = connect(fleet(_1=lambda order, local=local: pack_answer(reply_to(order.task, local=local))))
         assert clients_of(engine.map([task])) == ([1] if usable else [])
 
 
@@ -303,7 +315,7 @@ def test_text_of_a_node_cannot_steer_a_terminal(connect, steering, failure):
 
 def test_few_answers_are_in_memory_at_a_time(connect, clock):
     """There are 20 answers waiting, and 30 that nobody waits for any more: each fetch asks for eight at most."""
-    engine = connect(fleet(), Pace(deadline=0.3, interval=0.01))
+    engine = connect(fleet(), Timeouts(deadline=0.3, interval=0.01))
     list(engine.map([report(client) for client in CLIENTS]))
     engine.grid.holding = {100}
     list(engine.map([report(0, 2, number) for number in range(30)]))
@@ -328,7 +340,7 @@ def test_few_answers_are_in_memory_at_a_time(connect, clock):
 def test_account_counts_contents_both_ways(connect, parts):
     engine = connect(fleet(_2=lambda order: None))
     tasks = [train(parts, client) for client in CLIENTS]
-    answers = pack_update(reply_to(tasks[0])), pack_update(reply_to(tasks[1]))
+    answers = pack_answer(reply_to(tasks[0])), pack_answer(reply_to(tasks[1]))
     assert clients_of(engine.map(tasks)) == [0, 1]
     record = engine.account()["wire"]
     assert record["sent"] == sum(wire_bytes(content) for _, content in engine.grid.sent)
@@ -357,7 +369,7 @@ def test_message_that_flower_does_not_take(connect, ids):
 
 
 def test_connection_that_fails_for_a_while(connect):
-    engine = connect(fleet(), Pace(deadline=30, interval=0.01))
+    engine = connect(fleet(), Timeouts(deadline=30, interval=0.01))
     calls = {"pull_messages": 0, "get_node_ids": 0}
 
     def failing(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -378,15 +390,15 @@ def test_look_can_end_the_waiting(connect):
     def look() -> None:
         raise TrainingError("dead")
 
-    engine = connect(fleet(_0=lambda order: None), Pace(deadline=60, interval=0.01), look=look)
+    engine = connect(fleet(_0=lambda order: None), Timeouts(deadline=60, interval=0.01), look=look)
     with pytest.raises(FedProphetError, match="dead"):
         list(engine.map([report(0)]))
     assert engine.busy
 
 
 def test_window_bounds_what_is_under_way(connect):
-    pace = Pace(deadline=30, simulated=True, window=2, interval=0.01)
-    engine = connect(fleet(), pace)
+    timeouts = Timeouts(deadline=30, simulated=True, window=2, interval=0.01)
+    engine = connect(fleet(), timeouts)
     tasks = [report(client, number=number) for client in CLIENTS for number in range(4)]
     assert clients_of(engine.map(tasks)) == [client for client in CLIENTS for _ in range(4)]
     assert engine.grid.most_waiting == 2
@@ -394,25 +406,25 @@ def test_window_bounds_what_is_under_way(connect):
 
 def test_simulation_in_which_everybody_refuses(connect):
     refuse = {f"_{client}": lambda order: pack_refusal("there is no such attack") for client in CLIENTS}
-    pace = Pace(deadline=30, simulated=True, interval=0.01)
+    timeouts = Timeouts(deadline=30, simulated=True, interval=0.01)
     with pytest.raises(TrainingError, match="there is no such attack"):
-        list(connect(fleet(**refuse), pace).map([report(client) for client in CLIENTS]))
+        list(connect(fleet(**refuse), timeouts).map([report(client) for client in CLIENTS]))
     del refuse["_1"]
-    assert clients_of(connect(fleet(**refuse), pace).map([report(client) for client in CLIENTS])) == [1]
+    assert clients_of(connect(fleet(**refuse), timeouts).map([report(client) for client in CLIENTS])) == [1]
 
 
 def test_deadline_of_a_simulation_counts_from_the_last_answer(connect):
     def slow(order: Order) -> RecordDict:
         time.sleep(0.15)
-        return pack_update(reply_to(order.task))
+        return pack_answer(reply_to(order.task))
 
-    pace = Pace(deadline=0.4, simulated=True, window=1, interval=0.01)
-    engine = connect(fleet(_0=slow), pace)
+    timeouts = Timeouts(deadline=0.4, simulated=True, window=1, interval=0.01)
+    engine = connect(fleet(_0=slow), timeouts)
     assert len(list(engine.map([report(0, number=number) for number in range(5)]))) == 5
 
 
 def test_phase_that_nobody_finished_is_given_up(connect):
-    engine = connect(fleet(), Pace(deadline=30, interval=0.01))
+    engine = connect(fleet(), Timeouts(deadline=30, interval=0.01))
     phase = engine.map([report(client) for client in CLIENTS])
     next(phase)
     phase.close()

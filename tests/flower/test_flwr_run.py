@@ -16,10 +16,11 @@ import torch
 if importlib.util.find_spec("ray") is None:  # importing it here would let it read its settings too early
     pytest.skip("Flower's simulation is not installed", allow_module_level=True)
 
-from fedprophet.config.config import to_toml
+from fedprophet.config.reference import to_toml
 from fedprophet.deploy import environment
 from fedprophet.runs.journal import Journal
-from fedprophet.runs.run import play, start
+from fedprophet.runs.play import play
+from fedprophet.runs.run import start
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_starts")]
 

@@ -12,13 +12,13 @@ pytest.importorskip("flwr")
 from flwr.app import ConfigRecord, Error, RecordDict
 
 from fedprophet.errors import FedProphetError
-from fedprophet.flower.node_registry import Owners, Roster
+from fedprophet.flower.node_registry import KeyedClients, NodeRegistry
 from fedprophet.flower.protocol import PROTOCOL, pack_hello, pack_refusal
-from fedprophet.flower.timeouts import Pace
-from fedprophet.flower.transport import Ledger, Post
+from fedprophet.flower.timeouts import Timeouts
+from fedprophet.flower.transport import Ledger, Transport
 
 CLIENTS = (0, 1, 2)
-PATIENT = Pace(deadline=600, patience=60, greeting=30)
+PATIENT = Timeouts(deadline=600, patience=60, greeting=30)
 BRIEF = replace(PATIENT, patience=1)
 """The first phase is over before anybody is asked a second time."""
 KEYS = {100: 0, 101: 1, 102: 2}
@@ -45,16 +45,16 @@ def other_version(client: int, version: str = "9.9") -> RecordDict:
 
 
 class Desk:
-    """A roster, what it is connected to, and what it notes."""
+    """A registry, what it is connected to, and what it notes."""
 
-    def __init__(self, grid: Any, pace: Pace, owners: Owners | None) -> None:
+    def __init__(self, grid: Any, timeouts: Timeouts, keys: KeyedClients | None) -> None:
         self.grid, self.ledger = grid, Ledger()
-        self.roster = Roster(Post(grid, self.ledger), pace, self.ledger, len(CLIENTS), owners)
+        self.registry = NodeRegistry(Transport(grid, self.ledger), timeouts, self.ledger, len(CLIENTS), keys)
 
     def meet(self, clients: Iterable[int] = CLIENTS, look: Callable[[], None] = lambda: None) -> dict[int, int]:
         """Wait for clients; return the nodes of all that have one."""
-        self.roster.meet(set(clients), look)
-        found = {client: self.roster.node(client) for client in CLIENTS}
+        self.registry.meet(set(clients), look)
+        found = {client: self.registry.node(client) for client in CLIENTS}
         return {client: node for client, node in found.items() if node is not None}
 
     def faults(self) -> dict[str, str]:
@@ -68,8 +68,8 @@ class Desk:
 
 @pytest.fixture
 def open_desk(fake_grid, clock) -> Callable[..., Desk]:
-    """Return a function that makes a roster on nodes; it waits by the clock."""
-    return lambda nodes, pace=PATIENT, owners=None: Desk(fake_grid(nodes), pace, owners)
+    """Return a function that makes a registry on nodes; it waits by the clock."""
+    return lambda nodes, timeouts=PATIENT, keys=None: Desk(fake_grid(nodes), timeouts, keys)
 
 
 def test_node_is_the_client_that_it_says_it_is(open_desk, clock):
@@ -85,7 +85,7 @@ def test_other_protocol_is_not_taken_and_the_reason_is_clear(open_desk):
     desk = open_desk(fleet({101: lambda record: other_version(1)}))
     for _ in range(2):
         assert desk.meet() == {0: 100, 2: 102}
-        reason = desk.roster.why_not(1)
+        reason = desk.registry.why_not(1)
         assert "protocol 99 (fedprophet 9.9)" in reason
         assert f"protocol {PROTOCOL}" in reason
         assert "same version" in reason
@@ -105,17 +105,17 @@ def test_who_claims_to_be_another_client_is_not_taken(open_desk):
 
 
 def test_node_is_the_client_that_its_key_was_made_for(open_desk):
-    desk = open_desk(fleet(), owners=lambda: {**KEYS, 999: None})
+    desk = open_desk(fleet(), keys=lambda: {**KEYS, 999: None})
     assert desk.meet() == {0: 100, 1: 101, 2: 102}
     assert desk.faults() == {}
 
 
 def test_node_cannot_take_the_place_of_one_that_is_away(open_desk, caplog):
-    desk = open_desk({100: node(0), 102: node(1)}, BRIEF, owners=lambda: KEYS)
+    desk = open_desk({100: node(0), 102: node(1)}, BRIEF, keys=lambda: KEYS)
     reason = "its node says that it is client 1, and its key was made for client 2. Set client = 2 in its node.toml"
     for _ in range(2):
         assert desk.meet() == {0: 100}
-        assert [desk.roster.why_not(client) for client in (1, 2)] == ["not connected", reason]
+        assert [desk.registry.why_not(client) for client in (1, 2)] == ["not connected", reason]
     assert desk.faults() == {"2": reason}
     assert caplog.messages == [f"2 gets no tasks: {reason}"]
     assert desk.asked(102) == 1
@@ -125,7 +125,7 @@ def test_node_cannot_take_the_place_of_one_that_is_away(open_desk, caplog):
 
 def test_what_another_says_is_not_taken_for_a_clients_own_word(open_desk, clock):
     """A node that claims to be client 1, and in another version: nobody stops waiting for client 1 because of that."""
-    desk = open_desk(fleet({102: lambda record: other_version(1)}), owners=lambda: KEYS)
+    desk = open_desk(fleet({102: lambda record: other_version(1)}), keys=lambda: KEYS)
     late = desk.grid.nodes.pop(101)
 
     def look() -> None:
@@ -137,7 +137,7 @@ def test_what_another_says_is_not_taken_for_a_clients_own_word(open_desk, clock)
 
 
 def test_node_whose_client_was_set_right_is_taken(open_desk, clock):
-    desk = open_desk(fleet({102: node(2, pack_hello(1))}), owners=lambda: KEYS)
+    desk = open_desk(fleet({102: node(2, pack_hello(1))}), keys=lambda: KEYS)
     assert desk.meet() == {0: 100, 1: 101}
     clock.sleep(30)
     assert desk.meet() == {0: 100, 1: 101, 2: 102}
@@ -145,7 +145,7 @@ def test_node_whose_client_was_set_right_is_taken(open_desk, clock):
 
 def test_node_whose_key_is_no_clients_is_not_even_asked(open_desk, clock):
     keys: dict[int, int | None] = {**KEYS, 102: None}
-    desk = open_desk(fleet(), BRIEF, owners=lambda: keys)
+    desk = open_desk(fleet(), BRIEF, keys=lambda: keys)
     assert desk.meet() == {0: 100, 1: 101}
     ((who, reason),) = desk.faults().items()
     assert who == "node 102"
@@ -160,14 +160,14 @@ def test_node_whose_key_is_no_clients_is_not_even_asked(open_desk, clock):
 def test_keys_that_cannot_be_read_let_nobody_in(open_desk, clock, caplog):
     broken = [FedProphetError("cannot read server/keys")]
 
-    def owners() -> dict[int, int]:
+    def keys() -> dict[int, int]:
         if broken:
             raise broken[0]
         return KEYS
 
-    desk = open_desk(fleet(), replace(PATIENT, deadline=20), owners=owners)
+    desk = open_desk(fleet(), replace(PATIENT, deadline=20), keys=keys)
     assert desk.meet() == {}
-    reason = "nobody can say whose key it has: cannot read server/keys"
+    reason = "its key cannot be checked: cannot read server/keys"
     assert desk.faults() == {f"node {node}": reason for node in KEYS}
     assert desk.grid.sent == []
     assert len(caplog.messages) == 3
@@ -179,19 +179,19 @@ def test_keys_that_cannot_be_read_let_nobody_in(open_desk, clock, caplog):
 def test_flower_that_does_not_tell_the_keys_for_a_while(open_desk):
     answers: list[Any] = [ConnectionError("gone"), {100: 0, 102: 2}]
 
-    def owners() -> dict[int, int]:
+    def keys() -> dict[int, int]:
         found = answers.pop(0) if answers else KEYS
         if isinstance(found, Exception):
             raise found
         return found
 
-    desk = open_desk(fleet(), owners=owners)
+    desk = open_desk(fleet(), keys=keys)
     assert desk.meet() == {0: 100, 1: 101, 2: 102}
     assert desk.faults() == {}
 
 
 def test_hello_of_another_node_is_dropped(open_desk):
-    desk = open_desk(fleet(), BRIEF, owners=lambda: KEYS)
+    desk = open_desk(fleet(), BRIEF, keys=lambda: KEYS)
     desk.grid.forger = 100
     assert desk.meet() == {0: 100}
     assert desk.faults() == {f"node {node}": "node 100 answered in its place" for node in (101, 102)}
@@ -208,7 +208,7 @@ def test_missing_nodes_are_waited_for_at_first_only(open_desk, clock):
     desk = open_desk({100: node(0), 101: node(1)})
     assert desk.meet() == {0: 100, 1: 101}
     assert 60 <= clock.now - 1000 < 62
-    assert desk.roster.why_not(2) == "not connected"
+    assert desk.registry.why_not(2) == "not connected"
     began = clock.now
     assert desk.meet() == {0: 100, 1: 101}
     assert clock.now == began
@@ -247,7 +247,7 @@ def test_node_that_could_not_say_who_it_is_is_asked_again(open_desk, clock, firs
     told = desk.faults()
     assert set(told) == {who}
     assert reason in told[who]
-    assert desk.roster.why_not(1) == (told[who] if who == "1" else "not connected")
+    assert desk.registry.why_not(1) == (told[who] if who == "1" else "not connected")
     desk.meet()
     assert desk.asked(101) == 1
     clock.sleep(30)
@@ -312,11 +312,11 @@ def test_reason_of_a_node_that_was_a_client_before_is_its_clients(open_desk):
     assert desk.meet() == {0: 100, 1: 101, 2: 102}
     away = desk.grid.nodes.pop(101)
     desk.meet()
-    assert desk.roster.why_not(1) == "not connected"
+    assert desk.registry.why_not(1) == "not connected"
     desk.grid.nodes[101] = away
     for _ in range(2):
         assert desk.meet() == {0: 100, 2: 102}
-        assert desk.roster.why_not(1) == "the disk is gone"
+        assert desk.registry.why_not(1) == "the disk is gone"
     assert desk.faults() == {"1": "the disk is gone"}
 
 
@@ -328,6 +328,6 @@ def test_text_of_a_node_cannot_steer_a_terminal(open_desk, caplog, steering, fai
     texts = desk.faults()
     assert set(texts) == {"2", "node 103"}
     assert all(text.isprintable() and len(text) <= 500 and "?[2J" in text for text in texts.values())
-    assert desk.roster.why_not(2) == texts["2"]
+    assert desk.registry.why_not(2) == texts["2"]
     assert len(caplog.messages) == 2
     assert all(text.isprintable() and len(text) < 600 and "?[2J" in text for text in caplog.messages)

@@ -16,7 +16,8 @@ pytest.importorskip("flwr")
 from flwr.app import RecordDict
 from flwr.proto.node_pb2 import NodeInfo
 
-from fedprophet.config.config import load_config, to_toml
+from fedprophet.config.load import load_config
+from fedprophet.config.reference import to_toml
 from fedprophet.data import load
 from fedprophet.deploy import DeployError
 from fedprophet.deploy.keys import REGISTERED, make_key_pair, registered_form
@@ -25,12 +26,26 @@ from fedprophet.flower import server_app
 from fedprophet.flower.engine import engine_of_devices
 from fedprophet.flower.node import answer
 from fedprophet.flower.protocol import is_hello
-from fedprophet.flower.server_app import engine_on, expect_nodes, main, open_run, owners_on
+from fedprophet.flower.server_app import engine_on, expect_nodes, keys_on, main, open_run
+from fedprophet.runs.files import RunFiles
 from fedprophet.runs.journal import Journal
-from fedprophet.runs.run import RunFiles, Silent, play, reopen
+from fedprophet.runs.observer import Observer
+from fedprophet.runs.play import play
+from fedprophet.runs.run import reopen
 from fedprophet.runs.session import assemble
 
-CHANGES = {"method": "jfat", "rounds": 4, "population.clients": 3, "evaluate.clients": 2, "flower.deadline": 30.0}
+CHANGES = {
+    "method": "jfat",
+    "rounds": 3,
+    "population.clients": 3,
+    "train.warmup": 0,
+    "train.iterations": 1,
+    "attack.steps": 1,
+    "evaluate.clients": 2,
+    "evaluate.steps": 1,
+    "evaluate.test_samples": 20,
+    "flower.deadline": 30.0,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +78,7 @@ class KilledError(Exception):
     """Stands for a `kill -9`: nothing is written on the way out."""
 
 
-class StoppedAfter(Silent):
+class StoppedAfter(Observer):
     def __init__(self, turn: int) -> None:
         self.turn = turn
 
@@ -83,9 +98,9 @@ def test_whole_run_and_one_that_was_killed_are_the_same(pilot, config, tmp_path)
     grid = pilot("b")
     # The round that is repeated has been trained by the nodes before.
     with pytest.raises(KilledError):
-        play(open_run({"config": config, "out": str(killed)}, engine_on(grid, False), False), StoppedAfter(3))
+        play(open_run({"config": config, "out": str(killed)}, engine_on(grid, False), False), StoppedAfter(2))
     run = open_run({"out": str(killed), "resume": True}, engine_on(grid, False), False)
-    assert run.state.round == 2
+    assert run.state.round == 1
     play(run)
     assert content(killed) == content(whole)
     own = [
@@ -129,11 +144,11 @@ def test_nobody_answers_stops_the_run_with_the_reason(fake_grid, config, tmp_pat
 
 def test_files_say_that_the_clients_are_elsewhere(pilot, config, tmp_path):
     path = tmp_path / "run"
-    given = {"config": config, "out": str(path), "overrides": "rounds=2 engine=workers evaluate.steps=1"}
+    given = {"config": config, "out": str(path), "overrides": "rounds=1 engine=workers evaluate.steps=2"}
     play(open_run(given, engine_on(pilot(), False), False))
     files = RunFiles(path)
     stored = load_config(files.config)
-    assert (stored.rounds, stored.engine, stored.evaluate.steps) == (2, "plain", 1)
+    assert (stored.rounds, stored.engine, stored.evaluate.steps) == (1, "plain", 2)
     identity = json.loads(files.flower.read_bytes())
     assert identity["deployed"] is True
     assert len(identity["run"]) == 32
@@ -186,7 +201,7 @@ def test_node_without_the_key_of_its_client_has_no_part_in_a_run(pilot, register
     grid = pilot()
     grid.nodes[12], grid.nodes[13] = grid.nodes.pop(11), grid.nodes[12]
     telling(grid, {10: registered[0], 12: registered[2], 13: b"a key that was registered in another way"})
-    given = {"config": config, "out": str(tmp_path / "run"), "overrides": "rounds=2 flower.deadline=2"}
+    given = {"config": config, "out": str(tmp_path / "run"), "overrides": "rounds=1 flower.deadline=1"}
     play(open_run(given, engine_on(grid, False), False))
     records = Journal(tmp_path / "run" / "journal.jsonl").read()
     first = records[0]["faults"]
@@ -197,10 +212,11 @@ def test_node_without_the_key_of_its_client_has_no_part_in_a_run(pilot, register
 
 
 def test_nodes_with_the_keys_of_their_clients_play_the_same_run(pilot, registered, config, tmp_path):
-    believed = partial(engine_of_devices, pilot("a"), owners=None)
-    play(open_run({"config": config, "out": str(tmp_path / "believed")}, believed, False))
+    believed = partial(engine_of_devices, pilot("a"), keys=None)
+    given = {"config": config, "overrides": "rounds=1"}
+    play(open_run({**given, "out": str(tmp_path / "believed")}, believed, False))
     grid = telling(pilot("b"), {10 + client: key for client, key in registered.items()})
-    play(open_run({"config": config, "out": str(tmp_path / "proved")}, engine_on(grid, False), False))
+    play(open_run({**given, "out": str(tmp_path / "proved")}, engine_on(grid, False), False))
     assert content(tmp_path / "proved") == content(tmp_path / "believed")
 
 
@@ -214,24 +230,24 @@ def test_run_does_not_begin_where_the_keys_cannot_be_read(pilot, config, tmp_pat
 
 def test_server_without_keys_says_that_nodes_are_believed(fake_grid, caplog, monkeypatch):
     monkeypatch.delenv(REGISTERED, raising=False)
-    assert owners_on(fake_grid({})) is None
+    assert keys_on(fake_grid({})) is None
     assert "a node is the client that it says it is" in caplog.messages[0]
 
 
 def test_keys_are_read_anew_each_time(fake_grid, registered, tmp_path):
-    owners = owners_on(telling(fake_grid({}), {10: registered[0], 11: registered[1], 12: b"another"}))
-    assert owners() == {10: 0, 11: 1, 12: None}
+    found = keys_on(telling(fake_grid({}), {10: registered[0], 11: registered[1], 12: b"another"}))
+    assert found() == {10: 0, 11: 1, 12: None}
     keys = tmp_path / "keys"
     (keys / "node-1.pub").rename(keys / "node-7.pub")
     (keys / "node-0.pub").unlink()
-    assert owners() == {10: None, 11: 7, 12: None}
+    assert found() == {10: None, 11: 7, 12: None}
 
 
 def test_main_prints_rounds(pilot, config, tmp_path, capsys):
     out = tmp_path / "run of main"
-    main(pilot(), SimpleNamespace(run_config={"config": config, "out": str(out), "overrides": "rounds=2"}))
+    main(pilot(), SimpleNamespace(run_config={"config": config, "out": str(out), "overrides": "rounds=1"}))
     text = capsys.readouterr().out
-    assert "round 2/2" in text
+    assert "round 1/1" in text
     assert f"Files: {out}" in text
 
 

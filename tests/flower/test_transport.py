@@ -11,7 +11,7 @@ from flwr.app import Error
 
 from fedprophet.errors import TrainingError
 from fedprophet.flower.protocol import hello_request, pack_hello, wire_bytes
-from fedprophet.flower.transport import Ledger, Post
+from fedprophet.flower.transport import Ledger, Transport
 
 
 @pytest.fixture
@@ -27,16 +27,16 @@ def grid(fake_grid):
 
 
 @pytest.fixture
-def post(grid, ledger) -> Post:
-    return Post(grid, ledger)
+def transport(grid, ledger) -> Transport:
+    return Transport(grid, ledger)
 
 
-CALLS: dict[str, tuple[str, Callable[[Post], Any], Any]] = {
-    "send": ("push_messages", lambda post: post.send(hello_request(), 10, "7"), None),
-    "fetch": ("pull_messages", lambda post: list(post.fetch(["message 0"])), []),
-    "online": ("get_node_ids", lambda post: post.online(), None),
+CALLS: dict[str, tuple[str, Callable[[Transport], Any], Any]] = {
+    "send": ("push_messages", lambda transport: transport.send(hello_request(), 10, "7"), None),
+    "fetch": ("pull_messages", lambda transport: list(transport.fetch(["message 0"])), []),
+    "online": ("get_node_ids", lambda transport: transport.online(), None),
 }
-"""What a post does, the call of Flower's that it makes, and what it returns where that fails."""
+"""What a transport does, the call of Flower's that it makes, and what it returns where that fails."""
 
 
 def breaks_with(error: Exception) -> Callable[..., Any]:
@@ -46,35 +46,35 @@ def breaks_with(error: Exception) -> Callable[..., Any]:
     return broken
 
 
-def test_message_reaches_its_node_and_its_answer_comes_back(post, grid):
-    name = post.send(hello_request(), 11, "7")
+def test_message_reaches_its_node_and_its_answer_comes_back(transport, grid):
+    name = transport.send(hello_request(), 11, "7")
     assert [to for to, _ in grid.sent] == [11]
-    (reply,) = post.fetch([name])
+    (reply,) = transport.fetch([name])
     assert reply.metadata.reply_to_message_id == name
     assert (reply.metadata.message_type, reply.metadata.group_id) == ("query", "7")
     assert reply.content["header"] == pack_hello(1)["header"]
-    assert list(post.fetch([name])) == []
-    assert post.online() == {10, 11, 12}
+    assert list(transport.fetch([name])) == []
+    assert transport.online() == {10, 11, 12}
 
 
-def test_contents_are_counted_both_ways(post, ledger):
-    names = [post.send(hello_request(), node, "7") for node in (10, 11, 12)]
+def test_contents_are_counted_both_ways(transport, ledger):
+    names = [transport.send(hello_request(), node, "7") for node in (10, 11, 12)]
     assert ledger.sent == 3 * wire_bytes(hello_request()) > 0
     assert ledger.received == 0
-    replies = list(post.fetch(names))
+    replies = list(transport.fetch(names))
     assert [reply.has_content() for reply in replies] == [True, True, False]
     assert ledger.received == wire_bytes(pack_hello(0)) + wire_bytes(pack_hello(1))
 
 
 @pytest.mark.parametrize("ids", [[], [None], [""]])
-def test_message_that_flower_does_not_take_is_not_counted(post, grid, ledger, ids):
+def test_message_that_flower_does_not_take_is_not_counted(transport, grid, ledger, ids):
     grid.push_messages = lambda some: ids
-    assert post.send(hello_request(), 10, "7") is None
+    assert transport.send(hello_request(), 10, "7") is None
     assert ledger.sent == 0
 
 
-def test_few_answers_are_in_memory_at_a_time(post, grid):
-    names = [post.send(hello_request(), 10, "7") for _ in range(20)]
+def test_few_answers_are_in_memory_at_a_time(transport, grid):
+    names = [transport.send(hello_request(), 10, "7") for _ in range(20)]
     asked, pull = [], grid.pull_messages
 
     def noted(ids):
@@ -82,7 +82,7 @@ def test_few_answers_are_in_memory_at_a_time(post, grid):
         return pull(ids)
 
     grid.pull_messages = noted
-    replies = post.fetch(names)
+    replies = transport.fetch(names)
     next(replies)
     assert asked == [names[:8]]
     assert len(list(replies)) == 19
@@ -90,10 +90,10 @@ def test_few_answers_are_in_memory_at_a_time(post, grid):
 
 
 @pytest.mark.parametrize("what", CALLS)
-def test_broken_connection_is_told_and_cannot_steer_a_terminal(post, grid, ledger, caplog, steering, what):
+def test_broken_connection_is_told_and_cannot_steer_a_terminal(transport, grid, ledger, caplog, steering, what):
     name, call, nothing = CALLS[what]
     setattr(grid, name, breaks_with(ConnectionError(steering)))
-    assert call(post) == nothing
+    assert call(transport) == nothing
     (text,) = caplog.messages
     assert text.isprintable()
     assert "?[2J" in text
@@ -101,11 +101,11 @@ def test_broken_connection_is_told_and_cannot_steer_a_terminal(post, grid, ledge
 
 
 @pytest.mark.parametrize("what", CALLS)
-def test_what_cannot_be_mended_is_not_swallowed(post, grid, what):
+def test_what_cannot_be_mended_is_not_swallowed(transport, grid, what):
     name, call, _ = CALLS[what]
     setattr(grid, name, breaks_with(TrainingError("the simulation is gone")))
     with pytest.raises(TrainingError, match="the simulation is gone"):
-        call(post)
+        call(transport)
 
 
 def test_reasons_are_short_and_noted_once(ledger):

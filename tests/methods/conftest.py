@@ -1,7 +1,7 @@
 """What the tests of methods for unlike devices share: fleets of chosen memory, a model of four channels, a resume."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,12 @@ from torch import nn
 
 from fedprophet.config.config import Config
 from fedprophet.data.dataset import from_tensors
-from fedprophet.messages.codec import pack, unpack
-from fedprophet.messages.task import ClientTask, ClientUpdate, Resources
+from fedprophet.messages.answers import Answer, Reported, Trained
+from fedprophet.messages.codec import decode, encode
+from fedprophet.messages.tasks import Task, Train
+from fedprophet.messages.values import Resources
 from fedprophet.runs.session import Session, assemble
-from fedprophet.server.coordinator import Record, hold
+from fedprophet.server.coordinator import Engine, Record, play_round
 
 DEVICE = '[[device]]\nname = "{name}"\nperformance = "1 GFLOPS"\nmemory = {memory}\nbandwidth = "10MB/s"\n'
 
@@ -43,15 +45,46 @@ def resumed() -> Callable[[Config, Path, int], tuple[Session, Any, Record]]:
         first = assemble(config, folder)
         state = first.method.initial()
         for _ in range(round - 1):
-            state, _ = hold(first.method.round(state), first.engine)
-        data, tensors = pack(state)
-        hold(first.method.round(state), first.engine)
+            state, _ = play_round(first.method.round(state), first.engine)
+        data, tensors = encode(state)
+        play_round(first.method.round(state), first.engine)
         first.layers.flush()
         again = assemble(config, folder)
-        saved = unpack(again.method.state, json.loads(json.dumps(data)), tensors)
-        return again, *hold(again.method.round(saved), again.engine)
+        saved = decode(again.method.state, json.loads(json.dumps(data)), tensors)
+        return again, *play_round(again.method.round(saved), again.engine)
 
     return play
+
+
+class Memories:
+    """An engine whose clients report exactly the memory of the architecture that a table of rounds gives them."""
+
+    def __init__(self, engine: Engine, needed: Mapping[str, int], trained: Mapping[int, Mapping[int, str]]) -> None:
+        self.engine, self.needed, self.trained = engine, needed, trained
+
+    def map(self, tasks: Iterable[Task]) -> Iterator[Answer]:
+        for answer in self.engine.map(tasks):
+            if isinstance(answer, Reported) and answer.resources is not None and answer.round in self.trained:
+                memory = self.needed[self.trained[answer.round][answer.client]]
+                answer = replace(answer, resources=replace(answer.resources, memory=memory))
+            yield answer
+
+
+@pytest.fixture(scope="session")
+def memories() -> type[Memories]:
+    return Memories
+
+
+@pytest.fixture(scope="session")
+def half_width(tiny) -> Callable[..., list[Train]]:
+    """Return a function that returns the tasks of a round for six clients of the tiny model at half its width."""
+
+    def tasks(method: str, round: int, seed: int = 0) -> list[Train]:
+        made = assemble(tiny({"method": method, "seed": seed})).method
+        half = Resources(made.world.cost.total_memory // 2, 1.0, 1.0)
+        return made.assign(replace(made.initial(), round=round), dict.fromkeys(range(6), half), {})
+
+    return tasks
 
 
 @dataclass(frozen=True)
@@ -63,7 +96,7 @@ class FourChannels:
 
     method: Any
 
-    def tasks(self, round: int, widths: Mapping[int, float]) -> list[ClientTask]:
+    def tasks(self, round: int, widths: Mapping[int, float]) -> list[Train]:
         """Return what clients of these width fractions are asked in a round."""
         whole = self.method.world.cost.total_memory
         available = {client: Resources(int(r * whole), 1.0, 1.0) for client, r in widths.items()}
@@ -81,10 +114,17 @@ class FourChannels:
         assert {name: value.shape for name, value in initial.model.items()} == {n: v.shape for n, v in model.items()}
         return replace(initial, model=model, round=round)
 
-    def joined(self, tasks: Sequence[ClientTask], weights: Sequence[float], sent: Sequence[Mapping[str, Any]]) -> Any:
+    def joined(self, tasks: Sequence[Train], weights: Sequence[float], sent: Sequence[Mapping[str, Any]]) -> Any:
         """Return the model after clients of these weights sent these numbers, and the rest as they were given it."""
         updates = [
-            ClientUpdate("train", task.round, task.client, q, {"loss": 1.0}, parameters=_like(task.parameters, numbers))
+            Trained(
+                round=task.round,
+                client=task.client,
+                weight=q,
+                loss=1.0,
+                samples=8,
+                parameters=_like(task.parameters, numbers),
+            )
             for task, q, numbers in zip(tasks, weights, sent, strict=True)
         ]
         try:

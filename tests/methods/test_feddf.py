@@ -1,6 +1,6 @@
 """FedDF: who trains what, what is averaged, what every architecture distils, and what the result is."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import pytest
@@ -8,15 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from fedprophet import models
-from fedprophet.config.config import Config
-from fedprophet.messages.codec import pack, unpack
-from fedprophet.messages.task import BACKBONE, SERVER, ClientTask, ClientUpdate
+from fedprophet.messages.answers import Trained
+from fedprophet.messages.codec import decode, encode
+from fedprophet.messages.values import BACKBONE, SERVER, Resources
+from fedprophet.methods.distillation import DistillationSettings
 from fedprophet.methods.feddf import mean_prediction
 from fedprophet.methods.jfat import JointTraining
 from fedprophet.models.normalize import Normalize
-from fedprophet.runs.results import evaluate, exported_model
+from fedprophet.runs.evaluator import evaluate
+from fedprophet.runs.export import exported_model
 from fedprophet.runs.session import assemble
-from fedprophet.server.coordinator import hold
+from fedprophet.server.coordinator import play_round
 
 SMALLEST, MIDDLE, LARGEST = "vgg-small-3", "vgg-small-5", BACKBONE
 NAMES = {SMALLEST: SMALLEST, MIDDLE: MIDDLE, BACKBONE: "vgg-small"}
@@ -30,6 +32,8 @@ SETTINGS = {
     "population.cohort": 4,
     "distillation.public": PUBLIC,
     "distillation.iterations": 3,
+    "evaluate.steps": 1,
+    "evaluate.clients": 2,
 }
 TRAINED = {
     1: {0: LARGEST, 1: SMALLEST, 2: LARGEST, 3: SMALLEST},
@@ -40,26 +44,18 @@ TRAINED = {
 ACCURACIES = {1: (0.5, 0.2), 2: (0.4, 0.3), 3: (0.6, 0.1)}
 
 
-class Memories:
-    """An engine whose clients report exactly the memory of the architecture that a table gives them."""
-
-    def __init__(self, engine) -> None:
-        self.engine = engine
-
-    def map(self, tasks: Iterable[ClientTask]) -> Iterator[ClientUpdate]:
-        for update in self.engine.map(tasks):
-            if update.kind == "report" and update.round in TRAINED and update.resources is not None:
-                memory = MEMORY[TRAINED[update.round][update.client]]
-                update = replace(update, resources=replace(update.resources, memory=memory))
-            yield update
+@pytest.fixture(scope="module")
+def with_memories(memories):
+    """Return what is wrapped around an engine."""
+    return lambda engine: memories(engine, MEMORY, TRAINED)
 
 
 @pytest.fixture(scope="module")
-def played(tiny, play_in_memory, scripted):
-    return play_in_memory(tiny(SETTINGS), lambda engine: Memories(scripted(ACCURACIES)(engine)))
+def played(tiny, play_in_memory, scripted, with_memories):
+    return play_in_memory(tiny(SETTINGS), lambda engine: with_memories(scripted(ACCURACIES)(engine)))
 
 
-def weighted(updates: Iterable[ClientUpdate], name: str) -> Tensor:
+def weighted(updates: Iterable[Trained], name: str) -> Tensor:
     """Σ q_k w_k / Σ q_k over shards of q_k samples, written out."""
     sums, total = 0.0, 0.0
     for update in updates:
@@ -104,33 +100,24 @@ def test_the_sizes_in_this_file_are_those_of_the_models(played) -> None:
     assert {name: member.cost.total_memory for name, member in played.session.world.family.items()} == MEMORY
 
 
-@pytest.mark.parametrize(
-    ("budget", "expected"),
-    [
-        (MEMORY[LARGEST], "vgg-small"),
-        (MEMORY[LARGEST] - 1, MIDDLE),
-        (MEMORY[MIDDLE], MIDDLE),
-        (MEMORY[MIDDLE] - 1, SMALLEST),
-        (MEMORY[SMALLEST], SMALLEST),
-        (MEMORY[SMALLEST] - 1, SMALLEST),  # nothing fits
-    ],
-)
-def test_a_client_trains_the_largest_model_that_fits_what_its_device_can_spare(tiny, fleet, budget, expected) -> None:
-    """Half the devices have next to no memory, and so just the reserve; the others have more than enough."""
-    changes = {**SETTINGS, **fleet(1000, 10**12), "memory.budget": budget, "population.clients": 12}
-    session = assemble(tiny({**changes, "population.cohort": 12}))
-    conversation = session.method.round(session.method.initial())
-    tasks = conversation.send(list(session.engine.map(next(conversation))))
-    peaks = {task.client: session.population.device(task.client).memory for task in tasks}
-    assert set(peaks.values()) == {1000, 10**12}
-    for task in tasks:
-        name = expected if peaks[task.client] == 1000 else "vgg-small"
-        assert NAMES[task.architecture] == name
-        model = models.build(name, (1, 8, 8), 10, width=4)
-        assert task.last == len(session.world.family[task.architecture].chain)
+def test_a_client_trains_the_largest_model_that_fits_its_available_memory(played) -> None:
+    method = played.session.method
+    expected = {
+        MEMORY[LARGEST]: LARGEST,
+        MEMORY[LARGEST] - 1: MIDDLE,
+        MEMORY[MIDDLE]: MIDDLE,
+        MEMORY[MIDDLE] - 1: SMALLEST,
+        MEMORY[SMALLEST]: SMALLEST,
+        MEMORY[SMALLEST] - 1: SMALLEST,  # nothing fits
+    }
+    assert {memory: method.architecture(Resources(memory, 1.0, 1.0)) for memory in expected} == expected
+
+
+def test_norm_layers_never_travel_to_a_client(played) -> None:
+    for task in played.of(2, "train")[0]:
+        model = models.build(NAMES[task.architecture], (1, 8, 8), 10, width=4)
         norms = {n for n, layer in model.named_modules() if isinstance(layer, nn.BatchNorm2d)}
-        shared = {n for n in model.state_dict() if n.rpartition(".")[0] not in norms}
-        assert set(task.parameters) == shared, "norm layers never travel to a client"
+        assert set(task.parameters) == {n for n in model.state_dict() if n.rpartition(".")[0] not in norms}
 
 
 def test_clients_train_under_the_attack_after_the_warm_up(played) -> None:
@@ -200,7 +187,7 @@ def test_every_clients_model_speaks_with_its_own_norm_layers(played) -> None:
         for update, answer in zip(updates, answers, strict=True):
             own = {**update.parameters, **update.local}
             expected = scores(played.session, chosen[update.client], own, images)
-            assert torch.allclose(answer.parameters["logits"], expected, rtol=1e-4, atol=1e-5)
+            assert torch.allclose(answer.logits, expected, rtol=1e-4, atol=1e-5)
         # Two clients of one architecture have different layers, so the check above can tell them apart.
         same = [u for u in updates if chosen[u.client] == chosen[3]]
         assert len(same) == 2
@@ -215,12 +202,11 @@ def test_every_clients_model_speaks_with_its_own_norm_layers(played) -> None:
 def test_every_architecture_distils_the_mean_of_all_clients_models(played) -> None:
     for number in TRAINED:
         _, answers = played.of(number, "predict")
-        mean = torch.stack([answer.parameters["logits"] for answer in answers]).double().mean(0)
+        mean = torch.stack([answer.logits for answer in answers]).double().mean(0)
         tasks, trained = played.of(number, "distill")
         assert [task.architecture for task in tasks] == [SMALLEST, MIDDLE, LARGEST]
         for task, update in zip(tasks, trained, strict=True):
             assert task.client == SERVER
-            assert task.threat is None
             assert task.training.iterations == 3
             assert task.training.learning_rate == pytest.approx(0.1 * 0.994 ** (number - 1))
             assert (task.training.momentum, task.training.batch) == (0.9, 16)
@@ -232,7 +218,7 @@ def test_every_architecture_distils_the_mean_of_all_clients_models(played) -> No
 
 
 def test_the_paper_distils_for_128_iterations() -> None:
-    assert Config().distillation.iterations == 128
+    assert DistillationSettings().iterations == 128
 
 
 def test_what_was_distilled_is_the_state_and_the_largest_is_the_result(played, same_tensors) -> None:
@@ -245,7 +231,7 @@ def test_what_was_distilled_is_the_state_and_the_largest_is_the_result(played, s
 
 def test_the_journal_has_the_loss_of_every_distillation(played) -> None:
     for number, record in enumerate(played.records, start=1):
-        losses = {NAMES[n]: u.metrics["loss"] for n, u in zip(MEMORY, played.of(number, "distill")[1], strict=True)}
+        losses = {NAMES[n]: u.loss for n, u in zip(MEMORY, played.of(number, "distill")[1], strict=True)}
         assert record["distillation"] == losses
         assert all(0 < loss < 10 for loss in losses.values())
 
@@ -287,10 +273,10 @@ def test_clients_evaluate_the_servers_model_with_its_norm_layers_and_not_their_o
         task = session.method.evaluation_task(state, client, None)
         labels = session.population.client_data(client).validation.labels
         (answer,) = session.engine.map([task])
-        assert answer.metrics["clean"] == int((labels == 3).sum())
+        assert answer.clean == int((labels == 3).sum())
         own = replace(task, parameters={n: v for n, v in task.parameters.items() if n not in local})
         (answer,) = session.engine.map([own])
-        assert answer.metrics["clean"] == int((labels == 7).sum()), "the check would see the client's own layers"
+        assert answer.clean == int((labels == 7).sum()), "the check would see the client's own layers"
 
 
 def test_the_exported_model_has_the_servers_norm_layers(played, same_tensors) -> None:
@@ -314,13 +300,15 @@ def test_the_global_accuracy_leaves_the_public_set_out(played) -> None:
 # What goes wrong.
 
 
-def _broken(update: ClientUpdate) -> ClientUpdate:
+def _broken(update):
     name = "features.0.weight"
     return replace(update, parameters={**update.parameters, name: update.parameters[name] * float("nan")})
 
 
-def test_a_client_that_diverged_is_in_neither_average_nor_ensemble(tiny, play_in_memory, poisoned) -> None:
-    played = play_in_memory(tiny(SETTINGS), lambda engine: Memories(poisoned(_broken, [1], [0])(engine)), rounds=1)
+def test_a_client_that_diverged_is_in_neither_average_nor_ensemble(
+    tiny, play_in_memory, poisoned, with_memories
+) -> None:
+    played = play_in_memory(tiny(SETTINGS), lambda engine: with_memories(poisoned(_broken, [1], [0])(engine)), rounds=1)
     assert played.records[0]["dropped"] == {"0": "features.0.weight is not finite"}
     updates = played.of(1, "train")[1]
     asked, answers = played.of(1, "predict")
@@ -328,40 +316,24 @@ def test_a_client_that_diverged_is_in_neither_average_nor_ensemble(tiny, play_in
     assert [task.architecture for task in asked] == [SMALLEST, LARGEST, SMALLEST]
     for update, task, answer in zip(updates[1:], asked, answers, strict=True):
         expected = scores(played.session, task.architecture, {**update.parameters, **update.local}, images)
-        assert torch.allclose(answer.parameters["logits"], expected, rtol=1e-4, atol=1e-5)
+        assert torch.allclose(answer.logits, expected, rtol=1e-4, atol=1e-5)
     tasks = played.of(1, "distill")[0]
-    mean = torch.stack([answer.parameters["logits"] for answer in answers]).mean(0)
+    mean = torch.stack([answer.logits for answer in answers]).mean(0)
     assert torch.allclose(tasks[0].targets["probabilities"], torch.softmax(mean, 1), atol=1e-6)
     assert torch.allclose(tasks[2].parameters["features.0.weight"], updates[2].parameters["features.0.weight"])
     assert all(bool(torch.isfinite(value).all()) for value in played.states[1].model.values())
 
 
-def test_a_round_without_a_usable_update_changes_no_model(tiny, play_in_memory, poisoned, same_tensors) -> None:
-    played = play_in_memory(tiny(SETTINGS), lambda engine: Memories(poisoned(_broken, [1])(engine)), rounds=1)
-    before, after = played.states
-    assert after.failures == 1
-    assert all(same_tensors(before.models[name], after.models[name]) for name in MEMORY)
-    assert played.of(1, "predict")[0] == played.of(1, "distill")[0] == []
-    assert "distillation" not in played.records[0]
+def _diverged(answer):
+    """Two of three distillations fail, in the two ways that there are."""
+    return {0: _broken, 2: lambda a: replace(a, loss=float("inf"))}.get(answer.number, lambda a: a)(answer)
 
 
-class Diverging:
-    """An engine on which the distillation of some architectures fails, in the two ways that there are."""
-
-    def __init__(self, engine) -> None:
-        self.engine = engine
-
-    def map(self, tasks: Iterable[ClientTask]) -> Iterator[ClientUpdate]:
-        for update in self.engine.map(tasks):
-            if update.kind == "distill" and update.number == 0:
-                update = _broken(update)
-            if update.kind == "distill" and update.number == 2:
-                update = replace(update, metrics={"loss": float("inf")})
-            yield update
-
-
-def test_a_distillation_that_diverged_leaves_the_model_as_averaged(tiny, play_in_memory, same_tensors) -> None:
-    played = play_in_memory(tiny(SETTINGS), lambda engine: Memories(Diverging(engine)), rounds=1)
+def test_a_distillation_that_diverged_leaves_the_model_as_averaged(
+    tiny, play_in_memory, poisoned, with_memories, same_tensors
+) -> None:
+    diverging = poisoned(_diverged, [1], kind="distill")
+    played = play_in_memory(tiny(SETTINGS), lambda engine: with_memories(diverging(engine)), rounds=1)
     students = {task.architecture: task.parameters for task in played.of(1, "distill")[0]}
     state, losses = played.states[1], played.records[0]["distillation"]
     assert same_tensors(state.models[SMALLEST], students[SMALLEST])
@@ -376,19 +348,6 @@ def test_a_distillation_that_diverged_leaves_the_model_as_averaged(tiny, play_in
 # Resuming, and any order.
 
 
-def test_a_state_that_was_written_and_read_goes_on_to_the_same_bits(tiny, played, scripted, same_tensors) -> None:
-    session = assemble(tiny(SETTINGS))
-    engine = Memories(scripted(ACCURACIES)(session.engine))
-    state, record = hold(session.method.round(session.method.initial()), engine)
-    assert record == played.records[0]
-    state = unpack(session.method.state, *pack(state))
-    for number in (2, 3):
-        state, record = hold(session.method.round(state), engine)
-        assert record == played.records[number - 1]
-    assert same_tensors(state.model, played.states[3].model)
-    assert all(same_tensors(state.models[name], played.states[3].models[name]) for name in MEMORY)
-
-
 def test_a_round_that_was_stopped_at_its_end_is_played_again(tiny, fleet, resumed, tmp_path, same_tensors) -> None:
     config = tiny({**SETTINGS, **fleet(1000, 10**12), "memory.budget": MEMORY[MIDDLE], "evaluate.clients": 1})
     _, state, record = resumed(config, tmp_path, 2)
@@ -396,7 +355,7 @@ def test_a_round_that_was_stopped_at_its_end_is_played_again(tiny, fleet, resume
     session = assemble(config)
     straight = session.method.initial()
     for _ in range(2):
-        straight, expected = hold(session.method.round(straight), session.engine)
+        straight, expected = play_round(session.method.round(straight), session.engine)
     assert record == expected
     assert all(same_tensors(state.models[name], straight.models[name]) for name in MEMORY)
 
@@ -405,18 +364,18 @@ def test_a_checkpoint_holds_the_result_once(played) -> None:
     """It is the largest of the family's models, and here the best round's too."""
     state = played.states[1]
     once = sum(len(model) for model in state.models.values())
-    data, tensors = pack(state)
+    data, tensors = encode(state)
     assert len(tensors) == once
-    assert len(pack(unpack(type(state), data, tensors))[1]) == once
+    assert len(encode(decode(type(state), data, tensors))[1]) == once
 
 
 def test_the_order_in_which_an_engine_answers_does_not_matter(
-    tiny, played, play_in_memory, scripted, shuffled, same_tensors
+    tiny, played, play_in_memory, scripted, shuffled, with_memories, same_tensors
 ) -> None:
-    mixed = play_in_memory(tiny(SETTINGS), lambda engine: shuffled(Memories(scripted(ACCURACIES)(engine))), rounds=2)
-    assert mixed.records == played.records[:2]
-    for name in MEMORY:
-        assert same_tensors(mixed.states[2].models[name], played.states[2].models[name])
+    wrapped = lambda engine: shuffled(with_memories(scripted(ACCURACIES)(engine)))  # noqa: E731
+    mixed = play_in_memory(tiny(SETTINGS), wrapped, rounds=1)
+    assert mixed.records == played.records[:1]
+    assert all(same_tensors(mixed.states[1].models[name], played.states[1].models[name]) for name in MEMORY)
 
 
 # A model of the user's own.
@@ -432,7 +391,7 @@ def test_a_model_of_ones_own_is_the_largest_of_a_family_of_ones_choice(tiny) -> 
     session = assemble(tiny({**SETTINGS, **family}), model=net)
     assert list(session.world.family) == [SMALLEST, BACKBONE]
     assert session.world.family[BACKBONE].chain is session.world.chain
-    state, record = hold(session.method.round(session.method.initial()), session.engine)
+    state, record = play_round(session.method.round(session.method.initial()), session.engine)
     assert set(record["distillation"]) == {SMALLEST, "custom"}
     assert set(record["architectures"].values()) <= {SMALLEST, "custom"}
     assert set(state.model) == set(before)

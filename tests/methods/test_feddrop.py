@@ -12,7 +12,7 @@ def small(four_channels):
 
 
 def kept_by(task):
-    return tuple(tuple(channels.tolist()) for channels in task.kept.values())
+    return tuple(tuple(channels.tolist()) for channels in task.kept_channels.values())
 
 
 def test_the_draw_depends_on_client_and_round_alone(small, four_channels):
@@ -38,10 +38,8 @@ def test_all_channels_are_as_likely(small):
     assert all(abs(count - 200) < 50 for count in counts.values())  # five standard deviations
 
 
-def test_another_seed_draws_others(tiny, play_in_memory, fleet):
-    settings = {"method": "feddrop", "memory.budget": "50%", "population.cohort": 6, **fleet(1)}
-    plays = [play_in_memory(tiny({**settings, "seed": seed}), rounds=1) for seed in (0, 0, 1)]
-    kept = [[kept_by(task) for task in played.of(1, "train")[0]] for played in plays]
+def test_another_seed_draws_others(half_width):
+    kept = [[kept_by(task) for task in half_width("feddrop", 1, seed)] for seed in (0, 0, 1)]
     assert kept[0] == kept[1] != kept[2]
     assert len(set(kept[0])) == 6
     layers = kept[0][0]
@@ -52,7 +50,7 @@ def test_another_seed_draws_others(tiny, play_in_memory, fleet):
 def test_average_by_hand(small):
     """Each channel is averaged over the clients that drew it."""
     tasks = small.tasks(2, {0: 0.5, 1: 0.75})
-    mine, theirs = (task.kept["0"].tolist() for task in tasks)
+    mine, theirs = (task.kept_channels["0"].tolist() for task in tasks)
     new = small.joined(
         tasks,
         [1.0, 3.0],

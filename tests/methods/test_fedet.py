@@ -1,6 +1,6 @@
 """FedET: the consensus of the clients' models, what the server's model learns of it, and the last layer they share."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -10,12 +10,13 @@ from torch import Tensor
 from fedprophet import models
 from fedprophet.cascade.atoms import chain_of
 from fedprophet.errors import ConfigError
-from fedprophet.messages.codec import pack, unpack
-from fedprophet.messages.task import BACKBONE, SERVER, ClientTask, ClientUpdate
+from fedprophet.messages.answers import Trained
+from fedprophet.messages.codec import decode, encode
+from fedprophet.messages.values import BACKBONE, SERVER
 from fedprophet.methods.fedet import consensus, last_layer
-from fedprophet.runs.results import exported_model
+from fedprophet.runs.export import exported_model
 from fedprophet.runs.session import assemble
-from fedprophet.server.coordinator import hold
+from fedprophet.server.coordinator import play_round
 
 SMALLEST, MIDDLE, LARGEST = "vgg-small-3", "vgg-small-5", BACKBONE
 FAMILY = (SMALLEST, MIDDLE, LARGEST)
@@ -33,36 +34,24 @@ SETTINGS = {
     "distillation.public": 40,
     "distillation.iterations": 3,
     "distillation.diversity": 0.5,
+    "evaluate.steps": 1,
+    "evaluate.clients": 2,
     "train.iterations": 8,  # so that the clients come to disagree
 }
 ACCURACIES = {1: (0.5, 0.2), 2: (0.4, 0.3)}
 
 
-class Memories:
-    """An engine whose clients report exactly the memory of the architecture that a table gives them."""
-
-    def __init__(self, engine, session_family) -> None:
-        self.engine, self.family = engine, session_family
-
-    def map(self, tasks: Iterable[ClientTask]) -> Iterator[ClientUpdate]:
-        for update in self.engine.map(tasks):
-            if update.kind == "report" and update.resources is not None:
-                memory = self.family[TRAINED[update.round][update.client]]
-                update = replace(update, resources=replace(update.resources, memory=memory))
-            yield update
-
-
 @pytest.fixture(scope="module")
-def memories(tiny, scripted):
+def with_memories(tiny, scripted, memories):
     """Return what is wrapped around an engine."""
-    world = assemble(tiny(SETTINGS)).world
-    needed = {name: member.cost.total_memory for name, member in world.family.items()}
-    return lambda engine: Memories(scripted(ACCURACIES)(engine), needed)
+    family = assemble(tiny(SETTINGS)).world.family
+    needed = {name: member.cost.total_memory for name, member in family.items()}
+    return lambda engine: memories(scripted(ACCURACIES)(engine), needed, TRAINED)
 
 
 @pytest.fixture(scope="module")
-def played(tiny, play_in_memory, memories):
-    return play_in_memory(tiny(SETTINGS), memories)
+def played(tiny, play_in_memory, with_memories):
+    return play_in_memory(tiny(SETTINGS), with_memories)
 
 
 def logits_of(*models_: list[list[float]]) -> Tensor:
@@ -169,7 +158,7 @@ def test_the_papers_families_have_one_last_layer() -> None:
 # A round.
 
 
-def weighted(updates: Iterable[ClientUpdate], name: str) -> Tensor:
+def weighted(updates: Iterable[Trained], name: str) -> Tensor:
     """Σ q_k w_k / Σ q_k over shards of q_k samples, written out."""
     sums, total = 0.0, 0.0
     for update in updates:
@@ -213,7 +202,7 @@ def test_all_else_of_it_is_what_it_was_whatever_clients_trained(played) -> None:
 
 def test_it_learns_the_consensus_of_all_clients_models(played) -> None:
     for number in TRAINED:
-        logits = torch.stack([answer.parameters["logits"] for answer in played.of(number, "predict")[1]])
+        logits = torch.stack([answer.logits for answer in played.of(number, "predict")[1]])
         (task,), _ = played.of(number, "distill")
         for sample in range(40):
             p = torch.softmax(logits[:, sample].double(), 1)
@@ -265,16 +254,11 @@ def test_the_result_is_the_best_rounds_server_model_with_its_own_norm_layers(pla
     assert same_tensors(task.parameters, end.model)
 
 
-def test_a_distillation_that_diverged_keeps_the_averaged_last_layer(tiny, play_in_memory, memories) -> None:
-    class Diverging:
-        def __init__(self, engine) -> None:
-            self.engine = memories(engine)
-
-        def map(self, tasks: Iterable[ClientTask]) -> Iterator[ClientUpdate]:
-            for update in self.engine.map(tasks):
-                yield replace(update, metrics={"loss": float("nan")}) if update.kind == "distill" else update
-
-    played = play_in_memory(tiny(SETTINGS), Diverging, rounds=1)
+def test_a_distillation_that_diverged_keeps_the_averaged_last_layer(
+    tiny, play_in_memory, with_memories, poisoned
+) -> None:
+    diverging = poisoned(lambda answer: replace(answer, loss=float("nan")), [1], kind="distill")
+    played = play_in_memory(tiny(SETTINGS), lambda engine: diverging(with_memories(engine)), rounds=1)
     (task,), _ = played.of(1, "distill")
     state = played.states[1]
     assert all(torch.equal(state.model[name], value) for name, value in task.parameters.items())
@@ -282,20 +266,14 @@ def test_a_distillation_that_diverged_keeps_the_averaged_last_layer(tiny, play_i
     assert played.records[0]["distillation"] == {"vgg-small": None}
 
 
-def test_a_state_that_was_written_and_read_goes_on_to_the_same_bits(tiny, played, memories, same_tensors) -> None:
+def test_a_state_that_was_written_and_read_goes_on_to_the_same_bits(
+    tiny, played, with_memories, shuffled, same_tensors
+) -> None:
+    """Also where the engine answers in an order of its own."""
     session = assemble(tiny(SETTINGS))
-    engine = memories(session.engine)
-    state, _ = hold(session.method.round(session.method.initial()), engine)
-    state, record = hold(session.method.round(unpack(session.method.state, *pack(state))), engine)
+    engine = shuffled(with_memories(session.engine))
+    state, _ = play_round(session.method.round(session.method.initial()), engine)
+    state, record = play_round(session.method.round(decode(session.method.state, *encode(state))), engine)
     assert record == played.records[1]
     assert same_tensors(state.model, played.states[2].model)
     assert all(same_tensors(state.models[name], played.states[2].models[name]) for name in FAMILY)
-
-
-def test_the_order_in_which_an_engine_answers_does_not_matter(
-    tiny, played, play_in_memory, memories, shuffled, same_tensors
-) -> None:
-    mixed = play_in_memory(tiny(SETTINGS), lambda engine: shuffled(memories(engine)))
-    assert mixed.records == played.records
-    assert same_tensors(mixed.states[2].model, played.states[2].model)
-    assert all(same_tensors(mixed.states[2].models[name], played.states[2].models[name]) for name in FAMILY)

@@ -9,7 +9,10 @@ def small(four_channels):
 
 
 def test_the_window_rolls_on_with_the_rounds_and_wraps_around(small):
-    kept = {number: [t.kept["0"].tolist() for t in small.tasks(number, {0: 0.5, 1: 0.75})] for number in range(1, 6)}
+    kept = {
+        number: [t.kept_channels["0"].tolist() for t in small.tasks(number, {0: 0.5, 1: 0.75})]
+        for number in range(1, 6)
+    }
     assert kept == {
         1: [[1, 2], [1, 2, 3]],
         2: [[2, 3], [0, 2, 3]],
@@ -22,13 +25,11 @@ def test_the_window_rolls_on_with_the_rounds_and_wraps_around(small):
     assert wrapped["2.weight"].tolist() == [[10, 40], [-10, -40]]
 
 
-def test_each_group_rolls_over_its_own_width(tiny, play_in_memory, fleet):
+def test_each_group_rolls_over_its_own_width(half_width):
     """In round 5 the window of a layer with 4 channels starts at 1, that of one with 6 at 5, of one with 16 at 5."""
-    settings = {"method": "fedrolex", "rounds": 9, "memory.budget": "50%", "evaluate.every": 9, **fleet(1)}
-    played = play_in_memory(tiny(settings), rounds=5)
-    for task in played.of(5, "train")[0]:
-        kept = [channels.tolist() for channels in task.kept.values()]
-        eight = list(range(5, 13))
+    eight = list(range(5, 13))
+    for task in half_width("fedrolex", 5):
+        kept = [channels.tolist() for channels in task.kept_channels.values()]
         assert kept == [[1, 2], [0, 1, 5], [0, 5, 6, 7], eight, eight, eight, eight]
 
 

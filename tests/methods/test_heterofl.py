@@ -11,7 +11,7 @@ def small(four_channels):
 def test_the_first_channels_are_kept_in_every_round(small):
     for number in (1, 2, 7):
         tasks = small.tasks(number, {0: 0.5, 1: 0.75, 2: 1.0, 3: 0.1})
-        assert [task.kept["0"].tolist() for task in tasks] == [[0, 1], [0, 1, 2], [0, 1, 2, 3], [0]]
+        assert [task.kept_channels["0"].tolist() for task in tasks] == [[0, 1], [0, 1, 2], [0, 1, 2, 3], [0]]
         assert [task.parameters["2.weight"].tolist()[1] for task in tasks] == [
             [-10, -20],
             [-10, -20, -30],

@@ -12,12 +12,13 @@ import fedprophet
 from fedprophet.cascade.atoms import chain_of
 from fedprophet.cascade.cost import cost_of
 from fedprophet.errors import ModelError
-from fedprophet.messages.task import ClientUpdate, Resources
+from fedprophet.fleet.clock import training_times
+from fedprophet.messages.answers import Trained
+from fedprophet.messages.values import Resources
 from fedprophet.models import build
 from fedprophet.runs.run import start
 from fedprophet.runs.session import assemble
 
-METHODS = ("heterofl", "feddrop", "fedrolex")
 WHOLE = 235_920
 """Bytes of training the tiny model at full width."""
 CLASSES = 10
@@ -30,10 +31,10 @@ def settings(fleet):
     return {"rounds": 4, "population.cohort": 4, "memory.budget": "30%", "evaluate.clients": 2, **devices}
 
 
-@pytest.fixture(scope="module", params=METHODS)
-def played(request, settings, tiny, play_in_memory):
-    """Three rounds of four: the best round is not restored yet."""
-    return play_in_memory(tiny({**settings, "method": request.param}), rounds=3)
+@pytest.fixture(scope="module")
+def played(settings, tiny, play_in_memory):
+    """Three rounds of four: the best round is not restored yet. Random channels are the most general ones."""
+    return play_in_memory(tiny({**settings, "method": "feddrop"}), rounds=3)
 
 
 def layers_of(model):
@@ -89,8 +90,8 @@ def test_the_width_is_the_share_of_the_whole_model_that_memory_holds(played):
         assert [task.client for task in tasks] == list(widths)
         for task in tasks:
             counts = [max(1, math.floor(widths[task.client] * C)) for C in (4, 6, 8, 16, 16, 16, 16)]
-            assert [len(channels) for channels in task.kept.values()] == counts
-            assert list(task.kept) == layers_of(played.states[0].model)
+            assert [len(channels) for channels in task.kept_channels.values()] == counts
+            assert list(task.kept_channels) == layers_of(played.states[0].model)
         seen |= set(widths.values())
     assert min(seen) == int(0.3 * WHOLE) / WHOLE
     assert max(seen) == 1.0
@@ -101,7 +102,7 @@ def test_clients_are_sent_the_kept_part_of_the_model_and_send_it_back(played):
     for number in (1, 2, 3):
         model = played.states[number - 1].model
         for task, update in zip(*played.of(number, "train"), strict=True):
-            where = places(model, task.kept)
+            where = places(model, task.kept_channels)
             assert set(task.parameters) == set(update.parameters) == set(model)
             for name, value in task.parameters.items():
                 assert np.array_equal(value.numpy(), model[name].numpy()[where[name]]), name
@@ -123,12 +124,11 @@ def test_each_coordinate_is_averaged_over_those_who_trained_it(played):
     for number in (1, 2, 3):
         old, new = played.states[number - 1].model, played.states[number].model
         pairs = zip(*played.of(number, "train"), strict=True)
-        left.append(check_average(old, new, [(u.weight, places(old, t.kept), u.parameters) for t, u in pairs]))
+        left.append(check_average(old, new, [(u.weight, places(old, t.kept_channels), u.parameters) for t, u in pairs]))
     assert left[0] > 0, "in the first round nobody has the full width"
     assert left[1:] == [0, 0]
 
 
-@pytest.mark.parametrize("played", ["fedrolex"], indirect=True)
 def test_a_diverged_client_is_left_out(played, play_in_memory, poisoned):
     config = played.session.config
     victim = int(max(played.records[0]["widths"], key=played.records[0]["widths"].get))
@@ -136,20 +136,17 @@ def test_a_diverged_client_is_left_out(played, play_in_memory, poisoned):
     def nan(update):
         return replace(update, parameters={name: value * math.nan for name, value in update.parameters.items()})
 
-    other = play_in_memory(config, poisoned(nan, [1], [victim]), rounds=2)
+    other = play_in_memory(config, poisoned(nan, [1], [victim]), rounds=1)
     assert set(other.records[0]["dropped"]) == {str(victim)}
-    assert other.records[1]["dropped"] == {}
     assert set(other.records[0]["times"]) == set(played.records[0]["times"]), "its time was spent all the same"
     old = played.states[0].model
     pairs = [(t, u) for t, u in zip(*played.of(1, "train"), strict=True) if t.client != victim]
-    check_average(old, other.states[1].model, [(u.weight, places(old, t.kept), u.parameters) for t, u in pairs])
-    nobody = play_in_memory(config, poisoned(nan, [1]), rounds=2)
-    assert all(torch.equal(value, old[name]) for name, value in nobody.states[1].model.items())
-    assert [state.failures for state in nobody.states] == [0, 1, 0]
+    parts = [(u.weight, places(old, t.kept_channels), u.parameters) for t, u in pairs]
+    check_average(old, other.states[1].model, parts)
 
 
 def test_an_update_of_the_full_width_is_refused(settings, tiny, play_in_memory, poisoned):
-    """What a client that ignores `kept` would send."""
+    """What a client that ignores `kept_channels` would send."""
     config = tiny({**settings, "method": "heterofl"})
     full = assemble(config).method.initial().model
     played = play_in_memory(config, poisoned(lambda update: replace(update, parameters=full), [1]), rounds=1)
@@ -158,25 +155,12 @@ def test_an_update_of_the_full_width_is_refused(settings, tiny, play_in_memory, 
     assert all("instead of" in reason for reason in played.records[0]["dropped"].values())
 
 
-def without_widths(records):
-    return [{key: value for key, value in record.items() if key != "widths"} for record in records]
-
-
-@pytest.fixture(scope="module")
-def plenty(fleet):
-    return {"rounds": 2, "evaluate.clients": 2, **fleet(10**15)}
-
-
-@pytest.fixture(scope="module")
-def joint(plenty, tiny, play_in_memory):
-    return play_in_memory(tiny({**plenty, "method": "jfat"}))
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_where_everyone_has_plenty_it_is_joint_training(method, plenty, joint, tiny, play_in_memory, same_tensors):
-    mine = play_in_memory(tiny({**plenty, "method": method}))
-    assert {r for record in mine.records for r in record["widths"].values()} == {1.0}
-    assert without_widths(mine.records) == joint.records
+@pytest.mark.parametrize("method", ["heterofl", "fedrolex"])
+def test_with_plenty_of_memory_it_is_joint_training(method, tiny, fleet, play_in_memory, same_tensors):
+    plenty = {"train.warmup": 0, "evaluate.clients": 2, **fleet(10**15)}
+    mine, joint = (play_in_memory(tiny({**plenty, "method": name}), rounds=1) for name in (method, "jfat"))
+    assert set(mine.records[0].pop("widths").values()) == {1.0}
+    assert mine.records == joint.records
     assert same_tensors(mine.states[-1].model, joint.states[-1].model)
     assert all(same_tensors(own, joint.layers[-1][client]) for client, own in mine.layers[-1].items())
 
@@ -201,7 +185,7 @@ def test_norm_layers_change_where_they_were_trained_and_nowhere_else(played):
                 assert all(torch.equal(own[name], before[client][name]) for name in own)
                 continue
             repeated += bool(before[client])
-            for layer, kept in tasks[client].kept.items():
+            for layer, kept in tasks[client].kept_channels.items():
                 norm, rest = norm_of(layer), torch.ones(len(old[f"{norm_of(layer)}.weight"]), dtype=torch.bool)
                 rest[kept] = False
                 for part in ("weight", "bias", "running_mean", "running_var"):
@@ -218,26 +202,24 @@ def test_the_full_model_is_evaluated(played):
         tasks, answers = played.of(number, "evaluate")
         assert len(tasks) == 2
         for task, answer in zip(tasks, answers, strict=True):
-            assert task.kept == {}
+            assert task.kept_channels == {}
             assert all(torch.equal(value, played.states[number].model[name]) for name, value in task.parameters.items())
-            assert answer.metrics["samples"] > 0
+            assert answer.samples > 0
 
 
-@pytest.mark.parametrize("played", ["feddrop"], indirect=True)
 def test_a_round_that_is_repeated_after_a_stop_is_the_same(played, resumed, tmp_path, same_tensors):
-    session, state, record = resumed(played.session.config, tmp_path, 3)
-    assert record == played.records[2]
-    assert same_tensors(state.model, played.states[3].model)
-    for client, own in played.layers[2].items():
-        stored = session.layers.get("backbone", client, session.method.timeline(state), 4)
+    session, state, record = resumed(played.session.config, tmp_path, 2)
+    assert record == played.records[1]
+    assert same_tensors(state.model, played.states[2].model)
+    for client, own in played.layers[1].items():
+        stored = session.layers.get("backbone", client, session.method.timeline(state), 3)
         assert same_tensors(stored or {}, own)
 
 
-@pytest.mark.parametrize("played", ["feddrop"], indirect=True)
 def test_the_order_in_which_an_engine_works_does_not_matter(played, play_in_memory, shuffled, same_tensors):
-    mixed = play_in_memory(played.session.config, shuffled, rounds=2)
-    assert mixed.records == played.records[:2]
-    assert same_tensors(mixed.states[2].model, played.states[2].model)
+    mixed = play_in_memory(played.session.config, shuffled, rounds=1)
+    assert mixed.records == played.records[:1]
+    assert same_tensors(mixed.states[1].model, played.states[1].model)
 
 
 # What it costs -------------------------------------------------------------------------------------------------------
@@ -372,8 +354,8 @@ def demand(method, memory, round=2):
     state = replace(method.initial(), round=round)
     available = {0: Resources(memory, 1e9, 1e7)}
     (task,) = method.assign(state, available, {})
-    update = ClientUpdate("train", round, 0, 1.0, {"samples": 40.0}, parameters=task.parameters)
-    return task, method.world.times([task], [update], available, method.cost)["0"]
+    update = Trained(round=round, client=0, weight=1.0, loss=0.0, samples=40, parameters=task.parameters)
+    return task, training_times([task], [update], available, method.cost)["0"]
 
 
 @pytest.mark.parametrize("name", COUNTED)
@@ -387,7 +369,7 @@ def test_a_client_of_width_r_costs_what_a_network_of_width_r_costs(of_model, nam
     counts = by_hand(lambda channels: max(1, math.floor(memory / whole * channels)))
     resources = Resources(memory, 1e9, 1e7)
     check_demand(found, counts, math.prod(shape), resources, batches=2, steps=2)
-    norms = sum(2 * len(task.kept[group]) for group in norm_groups(method, task))
+    norms = sum(2 * len(task.kept_channels[group]) for group in norm_groups(method, task))
     assert sum(value.numel() for value in task.parameters.values()) + norms == sum(p for p, _, _ in counts)
 
 
@@ -413,12 +395,13 @@ def test_half_the_memory_costs_what_the_model_built_at_half_the_width_costs(of_m
 
 
 def test_hardly_any_memory_still_trains_a_channel_of_each_layer(tiny, play_in_memory, fleet):
-    played = play_in_memory(tiny({"method": "fedrolex", "memory.budget": 1, **fleet(1)}), rounds=2)
+    settings = {"method": "fedrolex", "memory.budget": 1, "train.warmup": 0, "evaluate.clients": 1}
+    played = play_in_memory(tiny({**settings, **fleet(1)}), rounds=1)
     assert set(played.records[0]["widths"].values()) == {1 / WHOLE}
-    for task in played.of(2, "train")[0]:
-        assert {len(channels) for channels in task.kept.values()} == {1}
-    assert played.records[1]["dropped"] == {}
-    assert math.isfinite(played.records[1]["loss"])
+    for task in played.of(1, "train")[0]:
+        assert {len(channels) for channels in task.kept_channels.values()} == {1}
+    assert played.records[0]["dropped"] == {}
+    assert math.isfinite(played.records[0]["loss"])
 
 
 # Models --------------------------------------------------------------------------------------------------------------

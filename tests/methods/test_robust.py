@@ -6,25 +6,23 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fedprophet.config.config import parse_config
-from fedprophet.methods import METHODS
-from fedprophet.runs.results import evaluate
+from fedprophet.config.load import parse_config
+from fedprophet.runs.evaluator import evaluate
 from fedprophet.runs.session import assemble
-from fedprophet.server.coordinator import hold
-from fedprophet.server.robust import RULES
+from fedprophet.server.coordinator import play_round
 
 BAD = (2,)
 
 
 class Tampering:
-    """An engine of which some clients send the model they were given plus `factor` times what they learnt."""
+    """An engine, some of whose clients send the model they were given plus `factor` times what they learnt."""
 
     def __init__(self, engine, factor, clients=BAD):
         self.engine, self.factor, self.clients = engine, factor, clients
 
     def map(self, tasks):
         asked = list(tasks)
-        given = {task.client: task.parameters for task in asked}
+        given = {task.client: task.parameters for task in asked if task.kind == "train"}
         for update in self.engine.map(asked):
             if update.kind == "train" and update.client in self.clients:
                 update = replace(update, parameters=self._tampered(given[update.client], update.parameters))
@@ -56,33 +54,19 @@ def reached(method, rule, factor):
     session = assemble(parse_config({**FAIR, "method": method, "aggregate": {"rule": rule}}))
     engine, state = Tampering(session.engine, factor), session.method.initial()
     while not session.method.finished(state):
-        state, _ = hold(session.method.round(state), engine)
+        state, _ = play_round(session.method.round(state), engine)
     return evaluate(session, state, ("clean",), session.engine)["global"]["clean"]["accuracy"]
 
 
-@pytest.fixture(scope="module")
-def undisturbed():
-    return {method: reached(method, "mean", 1.0) for method in ("jfat", "fedprophet")}
-
-
-def test_undisturbed_training_learns_the_digits(undisturbed):
-    assert min(undisturbed.values()) > 0.9
-
-
-@pytest.mark.parametrize("factor", [-10.0, 100.0])
-@pytest.mark.parametrize("rule", RULES)
-def test_joint_training_with_a_fifth_of_bad_clients(rule, factor, undisturbed):
-    accuracy = reached("jfat", rule, factor)
-    if rule == "mean":
-        assert accuracy < 0.5
-    else:
-        assert accuracy > undisturbed["jfat"] - 0.05
-
-
-@pytest.mark.parametrize(("rule", "factor"), [("clip", -10.0), ("trimmed-mean", 100.0), ("median", -10.0)])
-def test_the_cascade_with_a_fifth_of_bad_clients(rule, factor, undisturbed):
-    """Few clients send later modules and heads: there, too, nobody may do as they please."""
-    assert reached("fedprophet", rule, factor) > undisturbed["fedprophet"] - 0.05
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["jfat", "fedprophet"])
+def test_a_bad_client_of_five_breaks_the_mean_and_no_robust_rule(method):
+    """In the cascade few clients send later modules and heads: there, too, a bad one must not decide."""
+    undisturbed = reached(method, "mean", 1.0)
+    assert undisturbed > 0.9
+    assert reached(method, "mean", -10.0) < 0.5
+    for rule, factor in (("clip", -10.0), ("trimmed-mean", 100.0), ("median", -10.0)):
+        assert reached(method, rule, factor) > undisturbed - 0.05, rule
 
 
 # Every method --------------------------------------------------------------------------------------------------------
@@ -91,9 +75,11 @@ def test_the_cascade_with_a_fifth_of_bad_clients(rule, factor, undisturbed):
 @pytest.mark.parametrize(
     ("method", "rule"),
     [
-        *((method, "trimmed-mean") for method in METHODS),
         ("fedprophet", "clip"),
+        ("jfat", "trimmed-mean"),
         ("heterofl", "clip"),
+        ("feddf", "trimmed-mean"),
+        ("fedet", "trimmed-mean"),
         ("fedrbn", "median"),
     ],
 )
@@ -106,7 +92,13 @@ def test_no_method_lets_one_client_of_six_do_as_it_pleases(method, rule, tiny, p
         "distillation.iterations": 1,
         **fleet(10**15),
     }
-    settings |= {"aggregate.rule": rule, "evaluate.clients": 1, "train.iterations": 1, "attack.steps": 1}
+    settings |= {
+        "aggregate.rule": rule,
+        "evaluate.clients": 1,
+        "evaluate.steps": 1,
+        "train.iterations": 1,
+        "attack.steps": 1,
+    }
     settings |= {"distillation.family": ["vgg-small"], "train.learning_rate": 0.01}
     moved = {}
     for factor in (1.0, 1e6):
@@ -122,7 +114,7 @@ def test_sub_networks_are_joined_coordinate_by_coordinate(method, four_channels)
     """Clients 0, 1 and 2 have all four channels, client 3 two: of four values the middle two count, of three one."""
     small = four_channels(method, {"aggregate.rule": "median", "population.clients": 4})
     tasks = small.tasks(2, {0: 1.0, 1: 1.0, 2: 1.0, 3: 0.5})
-    kept = tasks[3].kept["0"].tolist()
+    kept = tasks[3].kept_channels["0"].tolist()
     sent = [{"0.weight": [v] * 4} for v in (1, 2, 600)] + [{"0.weight": [4, 4]}]
     new = small.joined(tasks, [1.0, 1.0, 9.0, 1.0], sent)
     assert new["0.weight"] == [statistics.median([1, 2, 600, 4]) if c in kept else 2 for c in range(4)]
@@ -137,11 +129,3 @@ def test_a_model_that_shouts_is_not_heard_above_the_others(tiny):
     clip = assemble(tiny({"method": "feddf", "aggregate.rule": "clip"})).method.agreed(logits)
     assert float(clip.norm()) < 3
     assert assemble(tiny({"method": "feddf"})).method.agreed(logits) is logits
-
-
-@pytest.mark.parametrize("method", ["fedprophet", "jfat", "fedrbn"])
-def test_a_run_says_how_its_norm_layers_were_joined(method, tiny):
-    text = assemble(tiny({"method": method, "aggregate.rule": "median"})).method.norm_layers
-    assert text.startswith("median over the clients that have trained")
-    assert ("adversarial" in text) == (method == "fedrbn")
-    assert assemble(tiny({"method": method})).method.norm_layers.startswith("mean over the clients")

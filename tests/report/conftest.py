@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from fedprophet.config.config import load_config, to_toml
+from fedprophet.config.load import load_config
+from fedprophet.config.reference import to_toml
 
 Client = tuple[float, ...]
 """Computation, access and communication in seconds, and bytes of memory where the journal has them."""

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from fedprophet.methods import METHODS
-from fedprophet.report.compare import PAPER_NAMES, REFERENCE, Statistic, compare
+from fedprophet.report.compare import REFERENCE, Statistic, compare, paper_names
 from fedprophet.report.notes import reading, setting_notes
 from fedprophet.report.tables import document
 
@@ -31,7 +31,7 @@ def said(setting, *parts):
 
 
 def test_every_method_has_a_name_and_a_place():
-    assert set(PAPER_NAMES) == set(METHODS)
+    assert set(paper_names()) == set(METHODS)
     assert REFERENCE in METHODS
 
 
@@ -97,11 +97,11 @@ def test_runs_on_different_engines_share_a_row_and_a_note_names_them(write_run):
     setting = only(compare(paths))
     assert labels(setting) == ["jFAT", "HeteroFL-AT"]
     assert setting.rows[0].seeds == (0, 1, 2, 3)
-    assert said(setting, "different engines") == (
-        "Runs were carried out by different engines: engine flower-sim for jFAT seed 1; engine cuda, float32 for jFAT "
-        "seed 2; engine auto, bfloat16 on a GPU for jFAT seed 3; engine plain for the others."
+    assert said(setting, "different engines").endswith(
+        ": engine flower-sim for jFAT seed 1; engine cuda, float32 for jFAT seed 2; engine auto, bfloat16 on a GPU for "
+        "jFAT seed 3; engine plain for the others."
     )
-    assert not any("by different engines" in note for note in setting_notes(only(compare(paths[:1] + paths[3:4]))))
+    assert not any("different engines" in note for note in setting_notes(only(compare(paths[:1] + paths[3:4]))))
 
 
 def test_the_engine_that_is_recorded_counts(write_run):
@@ -110,11 +110,10 @@ def test_the_engine_that_is_recorded_counts(write_run):
         lines = [{"round": n, "engine": engine, "precision": "bfloat16"} for n, engine in enumerate(engines, start=1)]
         (path / "timings.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     comparison = compare(paths)
-    assert said(only(comparison), "different engines") == (
-        "Runs were carried out by different engines: engine workers for jFAT seed 0; engine workers to round 1, then "
-        "cuda, bfloat16 for the others."
+    assert said(only(comparison), "different engines").endswith(
+        ": engine workers for jFAT seed 0; engine workers to round 1, then cuda, bfloat16 for the others."
     )
-    assert not any("by different engines" in note for note in setting_notes(only(compare(paths[:1]))))
+    assert not any("different engines" in note for note in setting_notes(only(compare(paths[:1]))))
     assert said(only(compare(paths[1:])), "different engines", "then cuda, bfloat16 for all rows")
     first, second = document(comparison)["settings"][0]["rows"][0]["runs"]
     assert (first["engine"], second["engine"]) == ("workers", "workers, cuda")
@@ -143,8 +142,8 @@ def test_of_the_same_run_on_two_engines_the_one_that_counted_bytes_stays(write_r
     comparison = compare(paths)
     assert [run.path.name for run in only(comparison).runs] == ["b"]
     assert comparison.notes == (
-        f"{tmp_path / 'a'} has the settings and the seed of {tmp_path / 'b'} (engine plain, there engine flower-sim): "
-        "it is left out",
+        f"{tmp_path / 'a'} repeats the settings and the seed of {tmp_path / 'b'} (engine plain instead of engine "
+        "flower-sim): it is left out",
     )
 
 
@@ -168,16 +167,13 @@ def test_real_devices_are_a_setting_of_their_own(write_run):
     assert "fleet" in simulated.title
     assert all(row.time("total") is None and row.speedup is None for row in real.rows)
     assert all("fleet" not in row.label for row in real.rows)
-    assert said(real, "Flower, real devices") == (
-        "Carried out by Flower, real devices: the pool of the configuration played no part, so that no time is "
-        "simulated and no speed-up known. Runs on simulated devices have tables of their own."
-    )
+    assert said(real, "Flower, real devices", "no simulated time and no speed-up")
     notes = "\n".join(setting_notes(real))
     assert "fedprophet train" not in notes, "a deployed run goes on with Flower"
     assert "AA is not measured for jFAT, FedProphet." in notes
     assert "No speed-up for" not in notes
     assert "configuration key fleet" not in notes
-    assert "is not finished: 2 rounds so far; memory is that so far. Go on with: flwr run" in notes
+    assert "is not finished: 2 rounds so far; memory is of these rounds only. Resume it: flwr run" in notes
     assert not any("Flower, real devices" in note for note in setting_notes(simulated))
     engines = [run["engine"] for row in document(comparison)["settings"][1]["rows"] for run in row["runs"]]
     assert set(engines) == {"Flower, real devices"}
@@ -193,13 +189,15 @@ def test_on_real_devices_autoattack_of_the_exported_model_is_all_there_can_be(wr
 
 def test_a_second_run_of_one_seed_on_real_devices_is_said(write_run, tmp_path):
     comparison = compare([write_run("a", deployed=True), write_run("b", deployed=True)])
-    assert comparison.notes == (f"{tmp_path / 'b'} has the settings and the seed of {tmp_path / 'a'}: it is left out",)
+    assert comparison.notes == (
+        f"{tmp_path / 'b'} repeats the settings and the seed of {tmp_path / 'a'}: it is left out",
+    )
 
 
 def test_faults_are_named(write_run):
     setting = only(compare([write_run("a", notes=[{"missing": {"train": [1, 2]}}]), write_run("b", "heterofl")]))
-    assert said(setting, "missing or could not be used: 2 times in jFAT; the journals say why.")
-    assert not any("could not be used" in note for note in setting_notes(only(compare([write_run("c")]))))
+    assert said(setting, "missing or unusable: 2 in jFAT.")
+    assert not any("unusable" in note for note in setting_notes(only(compare([write_run("c")]))))
 
 
 def test_keys_in_which_methods_differ_are_named(write_run):
@@ -256,7 +254,7 @@ def test_without_a_fitting_jfat_run_there_is_no_speedup(write_run, tmp_path):
     setting = only(compare([write_run("a b", "fedprophet"), write_run("b", "jfat", "model.options={width=4}")]))
     assert [row.speedup is None for row in setting.rows] == [False, True]
     note = said(setting, "No speed-up for FedProphet")
-    assert note.endswith("started from: fedprophet train PRESET --method jfat")
+    assert note.endswith(": fedprophet train PRESET --method jfat")
     only_jfat = only(compare([tmp_path / "b"]))
     assert not [note for note in setting_notes(only_jfat) if "speed-up" in note.lower()]
 
@@ -275,9 +273,7 @@ def test_notes_on_norm_layers_and_public_sets(write_run):
         "Norm layers, personalised: distilled for FedDF-AT; each client's own for the others."
     )
     assert said(setting, "Norm layers, global") == "Norm layers, global: distilled for FedDF-AT; mean for the others."
-    assert said(setting, "public set") == (
-        "Test samples that became the public set and are left out of global: 40 for FedDF-AT; 0 for the others."
-    )
+    assert said(setting, "public set").endswith(": 40 for FedDF-AT; 0 for the others.")
     alone = only(compare(paths[:1]))
     assert said(alone, "Norm layers, global") == "Norm layers, global: mean for all rows."
     assert not [note for note in setting_notes(alone) if "public" in note]
@@ -345,7 +341,9 @@ def test_a_repetition_of_a_seed_counts_once_and_the_finished_one_wins(write_run,
     comparison = compare(paths)
     row = only(comparison).rows[0]
     assert [run.path for run in row.runs] == [tmp_path / "b"]
-    assert comparison.notes == (f"{tmp_path / 'a'} has the settings and the seed of {tmp_path / 'b'}: it is left out",)
+    assert comparison.notes == (
+        f"{tmp_path / 'a'} repeats the settings and the seed of {tmp_path / 'b'}: it is left out",
+    )
 
 
 def cells(**accuracies):
@@ -371,13 +369,12 @@ def test_notes_on_samples_versions_attacks_and_memory(write_run, tmp_path):
     setting = only(compare(paths))
     assert said(setting, "Starting weights") == "Starting weights: drawn at random for all rows."
     assert said(setting, "Made with") == "Made with fedprophet 0.1.0, 0.2.0."
-    assert said(setting, "Samples") == (
-        "Samples behind an accuracy: personalised clean and PGD 100, personalised AA 50, "
-        "global clean and PGD 360, global AA 50."
+    assert said(setting, "Samples").endswith(
+        ": personalised clean and PGD 100, personalised AA 50, global clean and PGD 360, global AA 50."
     )
-    assert said(setting, "AA is not measured") == (
-        f"AA is not measured for FedProphet. Measure it with: fedprophet evaluate {tmp_path / 'b'} --attack autoattack"
+    assert said(setting, "AA is not measured for FedProphet.").endswith(
+        f": fedprophet evaluate {tmp_path / 'b'} --attack autoattack"
     )
-    assert str(tmp_path / "b") in said(setting, "Memory is not in the journal")
+    assert str(tmp_path / "b") in said(setting, "Memory is not known")
     assert setting.rows[0].memory("least") == 40
     assert setting.rows[1].memory("least") is None

@@ -5,8 +5,9 @@ import json
 import pytest
 
 from fedprophet.errors import CheckpointError, ConfigError
-from fedprophet.report.runs import Measured, Memory, Reached, Time, Wire, read_run
-from fedprophet.runs.run import play, start
+from fedprophet.report.runs import MeasuredAccuracy, Memory, Reached, Time, Wire, read_run
+from fedprophet.runs.play import play
+from fedprophet.runs.run import start
 
 
 def test_time_and_memory_by_hand(write_run):
@@ -106,10 +107,10 @@ def test_accuracies_of_the_summary_and_of_later_evaluations(write_run):
     }
     run = read_run(write_run("run", evaluation=evaluation))
     assert run.accuracies["personalised"] == {
-        "clean": Measured(0.8, 100),  # the closing summary has all samples
-        "pgd20": Measured(0.5, 100),
-        "autoattack": Measured(0.4, 7),
-        "pgd50": Measured(0.2, 7, (0.1, 0.3)),
+        "clean": MeasuredAccuracy(0.8, 100),  # the closing summary has all samples
+        "pgd20": MeasuredAccuracy(0.5, 100),
+        "autoattack": MeasuredAccuracy(0.4, 7),
+        "pgd50": MeasuredAccuracy(0.2, 7, (0.1, 0.3)),
     }
     assert set(run.accuracies["global"]) == {"clean", "pgd20"}, "an accuracy over no samples is none"
     assert run.notes == ("the gradient may be masked.",)
@@ -120,10 +121,10 @@ def test_an_evaluation_of_another_round_does_not_count(write_run):
     evaluation = {"round": 1, "personalised": cells, "global": cells}
     run = read_run(write_run("run", evaluation=evaluation))
     assert "autoattack" not in run.accuracies["personalised"]
-    assert run.notes == ("evaluation.json is of its model after round 1, not 2, and does not count: measure again",)
+    assert run.notes == ("evaluation.json measured the model after round 1, not 2, and does not count: measure again",)
     unfinished = read_run(write_run("unfinished", evaluation=evaluation, finished=False))
-    assert unfinished.accuracies["personalised"] == {"autoattack": Measured(0.4, 7)}
-    assert unfinished.notes == ("evaluation.json is of its model after round 1",)
+    assert unfinished.accuracies["personalised"] == {"autoattack": MeasuredAccuracy(0.4, 7)}
+    assert unfinished.notes == ("evaluation.json measured the model after round 1",)
 
 
 def test_best_and_last_round(write_run):
@@ -199,10 +200,13 @@ def test_what_is_no_run(write_run, tmp_path):
         read_run(path)
 
 
+QUICK = {"rounds": 2, "train.warmup": 1, "train.iterations": 1, "evaluate.test_samples": 20, "evaluate.clients": 2}
+
+
 @pytest.mark.parametrize("method", ["jfat", "fedprophet"])
 def test_a_real_run_says_what_its_summary_says(tiny, tmp_path, method):
     """The files are those that training writes, not only those that these tests imagine."""
-    results = play(start(tiny({"method": method, "rounds": 2, "train.iterations": 1}), tmp_path / "run"))
+    results = play(start(tiny({"method": method, **QUICK}), tmp_path / "run"))
     run = read_run(tmp_path / "run")
     simulated = results["simulated"]
     assert (run.time.computation, run.time.access) == (simulated["computation_s"], simulated["access_s"])

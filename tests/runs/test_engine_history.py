@@ -1,29 +1,28 @@
-"""Which engine carried out which rounds: recorded, shown, and said where it changes."""
+"""Which engine each round ran on: recorded, shown, and said where it changes."""
 
 import json
 
 import pytest
 
-from fedprophet.runs.engine_history import Carrier, Span, change, spans, spans_of, told
-from fedprophet.runs.run import RunFiles, RunStoppedError, Silent, play, reopen, start
+from fedprophet.runs.engine_history import EngineUse, Span, change, engines_text, spans, spans_of
+from fedprophet.runs.files import RunFiles
+from fedprophet.runs.observer import Observer
+from fedprophet.runs.play import play
+from fedprophet.runs.run import reopen, start
 
-WORKERS, GPU = Carrier("workers", "float32"), Carrier("cuda", "bfloat16")
+WORKERS, GPU = EngineUse("workers", "float32"), EngineUse("cuda", "bfloat16")
 SMALL = {"method": "jfat", "rounds": 4, "train.iterations": 1, "attack.steps": 1, "evaluate.clients": 2}
 AUTO = {**SMALL, "engine": "auto", "threads": 2}
 
 
-class Watcher(Silent):
-    """Keeps notes, and stops after a round."""
+class Watcher(Observer):
+    """Keeps notes."""
 
-    def __init__(self, last=None):
-        self.last, self.notes = last, []
+    def __init__(self):
+        self.notes = []
 
     def note(self, text):
         self.notes.append(text)
-
-    def round_done(self, record, seconds):
-        if record["round"] == self.last:
-            raise KeyboardInterrupt
 
 
 @pytest.fixture
@@ -32,8 +31,8 @@ def no_gpu(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
 
 
-def line(number, carrier=None):
-    noted = {"engine": carrier.engine, "precision": carrier.precision} if carrier else {}
+def line(number, use=None):
+    noted = {"engine": use.engine, "precision": use.precision} if use else {}
     return {"round": number, "seconds": 1.0, **noted}
 
 
@@ -46,22 +45,22 @@ def test_rounds_of_one_engine_are_a_span():
     assert spans_of(json.loads(json.dumps([span.to_json() for span in found]))) == found
     assert spans([line(1)]) == ()
     assert spans([line(1, GPU), line(3, GPU)]) == (Span(GPU, 1, 3),), "a line that is missing is no other engine"
-    other = Carrier("cuda", "float32")
+    other = EngineUse("cuda", "float32")
     assert spans([line(1, GPU), line(2, other)]) == (Span(GPU, 1, 1), Span(other, 2, 2))
 
 
 def test_spans_in_words():
-    assert told([Span(WORKERS, 1, 7)]) == "workers"
-    assert told([Span(WORKERS, 1, 3), Span(GPU, 4, 5)]) == "workers to round 3, then cuda, bfloat16"
-    assert told([Span(WORKERS, 6, 7)]) == "not recorded to round 5, then workers"
+    assert engines_text([Span(WORKERS, 1, 7)]) == "workers"
+    assert engines_text([Span(WORKERS, 1, 3), Span(GPU, 4, 5)]) == "workers to round 3, then cuda, bfloat16"
+    assert engines_text([Span(WORKERS, 6, 7)]) == "not recorded to round 5, then workers"
     assert change([Span(WORKERS, 1, 3)], WORKERS) is None
     assert change([], GPU) is None
     assert change([Span(GPU, 1, 2), Span(WORKERS, 3, 3)], GPU) == (
-        "round 3 was carried out by engine workers, and the run goes on with engine cuda, bfloat16: it rounds "
-        "differently"
+        "round 3 ran on engine workers, and the run goes on with engine cuda, bfloat16, which rounds differently"
     )
 
 
+@pytest.mark.slow
 def test_what_auto_has_become_is_recorded(tiny, tmp_path, no_gpu):
     results = play(start(tiny(AUTO), tmp_path / "run"))
     files = RunFiles(tmp_path / "run")
@@ -71,22 +70,20 @@ def test_what_auto_has_become_is_recorded(tiny, tmp_path, no_gpu):
     assert results["engines"] == [{"engine": "workers", "precision": "float32", "rounds": [1, 4]}]
 
 
-def test_a_run_that_goes_on_with_another_engine_says_so(tiny, tmp_path, no_gpu):
-    """As on another machine: with a single core "auto" is the plain engine."""
-    path = tmp_path / "run"
-    with pytest.raises(RunStoppedError):
-        play(start(tiny(AUTO), path), Watcher(last=2))
-    same, other, end = Watcher(last=3), Watcher(), Watcher()
-    with pytest.raises(RunStoppedError):
-        play(reopen(path), same)
-    config = path / "config.toml"
-    config.write_text(config.read_text().replace("\nthreads = 2\n", "\nthreads = 1\n"))
-    results = play(reopen(path), other)
-    assert same.notes == []
-    assert other.notes == [
-        "round 3 was carried out by engine workers, and the run goes on with engine plain: it rounds differently"
-    ]
+def test_a_run_that_goes_on_with_another_engine_says_so(stopped, no_gpu):
+    """As on another machine: the rounds so far ran on workers, and with a single core "auto" is the plain engine."""
+    timings = RunFiles(stopped).timings
+    timings.write_text(timings.read_text().replace('"plain"', '"workers"'))
+    going_on, finished = Watcher(), Watcher()
+    results = play(reopen(stopped), going_on)
+    assert going_on.notes == [change([Span(WORKERS, 1, 3)], EngineUse("plain", "float32"))]
     assert [(span["engine"], span["rounds"]) for span in results["engines"]] == [("workers", [1, 3]), ("plain", [4, 4])]
-    config.write_text(config.read_text().replace("\nthreads = 1\n", "\nthreads = 2\n"))
-    assert play(reopen(path), end) == results
-    assert end.notes == [], "no round is left to be carried out"
+    timings.write_text(timings.read_text().replace('"plain"', '"workers"'))
+    assert play(reopen(stopped), finished) == results
+    assert finished.notes == [], "no round is left"
+
+
+def test_a_run_on_the_same_engine_says_nothing(stopped, no_gpu):
+    watcher = Watcher()
+    play(reopen(stopped), watcher)
+    assert watcher.notes == []

@@ -9,9 +9,11 @@ from dataclasses import replace
 import pytest
 
 from fedprophet.errors import CheckpointError, ConfigError
-from fedprophet.runs import evaluation
+from fedprophet.runs import evaluation, masking, measured
 from fedprophet.runs.evaluation import evaluate_run
-from fedprophet.runs.run import RunStoppedError, play, reopen, start
+from fedprophet.runs.files import RunFiles
+from fedprophet.runs.play import play
+from fedprophet.runs.run import RunStoppedError, reopen, start
 
 ATTACKS = "clean,pgd2"
 CLIENTS, PARTS, LARGER = 6, 2, 2
@@ -31,7 +33,7 @@ SETTINGS = {
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(evaluation, "CHECK_STEPS", 5)
+    monkeypatch.setattr(masking, "CHECK_STEPS", 5)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +53,7 @@ def undisturbed(finished, tmp_path_factory):
     """What a run gives that nobody stops."""
     path = shutil.copytree(finished, tmp_path_factory.mktemp("undisturbed") / "run")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluation, "CHECK_STEPS", 5)
+        patch.setattr(masking, "CHECK_STEPS", 5)
         result = evaluate_run(reopen(path), ATTACKS).to_json()
     return result, json.loads((path / "evaluation.json").read_text())
 
@@ -98,7 +100,7 @@ def test_the_result_is_printed_and_written(undisturbed, finished):
     assert written["settings"]["clean"]["masking_check"] is None
 
 
-@pytest.mark.parametrize("stops", [(0,), (1, 1), (7, 9), (17,)])
+@pytest.mark.parametrize("stops", [(0,), (1, 9)])
 def test_a_stopped_evaluation_goes_on_where_it_stopped(path, undisturbed, stops):
     everything = []
     for stop in stops:
@@ -123,12 +125,12 @@ def test_a_stopped_evaluation_goes_on_where_it_stopped(path, undisturbed, stops)
 
 def test_the_way_to_go_on_has_all_options(path):
     run, _ = counted(path, 0)
-    run = replace(run, files=replace(run.files, path=path.rename(path.with_name("my run"))))
+    run = replace(run, files=RunFiles(path.rename(path.with_name("my run"))))
     with pytest.raises(RunStoppedError, match=r"evaluate '.*/my run' --attack pgd1 --samples 9 --no-masking-check$"):
         evaluate_run(run, "pgd1", samples=9, masking_check=False)
 
 
-@pytest.mark.parametrize("kept", [1, 20, -1])
+@pytest.mark.parametrize("kept", [1, -1])
 def test_a_torn_line_costs_what_it_held(path, undisturbed, kept):
     run, _ = counted(path, 5)
     with pytest.raises(RunStoppedError):
@@ -144,13 +146,11 @@ def test_a_torn_line_costs_what_it_held(path, undisturbed, kept):
     assert engine.done == [], "what was written behind the torn line counts"
 
 
-@pytest.mark.parametrize(
-    "junk", [b"\x00\xff\n", b'{"task":"x"}\n', b"[1,2]\n", b'{"task":"x","weight":1,"metrics":3}\n']
-)
-def test_junk_between_the_lines_is_passed_over(path, undisturbed, junk):
+def test_junk_between_the_lines_is_passed_over(path, undisturbed):
     evaluate_run(reopen(path), ATTACKS)
     (file,) = (path / "evaluation").glob("*.jsonl")
-    file.write_bytes(junk + file.read_bytes())
+    junk = [b"\x00\xff", b'{"task":"x"}', b"[1,2]", b'{"task":"x","weight":1,"samples":"3"}', b""]
+    file.write_bytes(b"\n".join(junk) + file.read_bytes())
     run, engine = counted(path)
     assert evaluate_run(run, ATTACKS).to_json() == undisturbed[0]
     assert engine.done == []
@@ -215,11 +215,12 @@ def test_commands_on_one_state_add_up(path, undisturbed):
     assert written["settings"]["pgd2"]["masking_check"] is None
 
 
-@pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"state": "x"}'])
-def test_a_damaged_result_is_written_anew(path, undisturbed, damage):
-    (path / "evaluation.json").write_bytes(damage)
-    evaluate_run(reopen(path), ATTACKS)
-    assert json.loads((path / "evaluation.json").read_text()) == undisturbed[1]
+def test_a_damaged_result_is_written_anew(path, undisturbed):
+    run = reopen(path)
+    for damage in (b"", b"{", b"[]", b'{"state": "x"}'):
+        (path / "evaluation.json").write_bytes(damage)
+        evaluate_run(run, ATTACKS)
+        assert json.loads((path / "evaluation.json").read_text()) == undisturbed[1]
 
 
 def test_several_at_once_do_not_disturb_each_other(path, undisturbed):
@@ -268,7 +269,7 @@ def test_a_disk_that_is_full_says_so_and_what_is_there_stays(path, undisturbed, 
     def lines_so_far():
         return [line for file in (path / "evaluation").glob("*.jsonl") for line in file.read_text().split("\n") if line]
 
-    monkeypatch.setattr(evaluation.os, "write", full)
+    monkeypatch.setattr(measured.os, "write", full)
     with pytest.raises(CheckpointError, match=r"No space left on device\. Make room there .* the same command again"):
         evaluate_run(reopen(path), ATTACKS)
     monkeypatch.undo()
@@ -277,10 +278,9 @@ def test_a_disk_that_is_full_says_so_and_what_is_there_stays(path, undisturbed, 
     assert len(engine.done) == EVERYTHING - 3
 
 
-@pytest.mark.parametrize("samples", [0, -3])
-def test_no_samples_are_refused(path, samples):
-    with pytest.raises(ConfigError, match=f"the number of samples must be at least 1, not {samples}"):
-        evaluate_run(reopen(path), ATTACKS, samples)
+def test_no_samples_are_refused(path):
+    with pytest.raises(ConfigError, match="the number of samples must be at least 1, not 0"):
+        evaluate_run(reopen(path), ATTACKS, 0)
 
 
 def _scaled(run, factor):
@@ -293,7 +293,7 @@ def _scaled(run, factor):
 def test_a_model_that_hides_its_gradients_is_warned_of_and_an_honest_one_is_not(path, undisturbed, monkeypatch):
     honest = undisturbed[0]
     assert honest["warnings"] == []
-    monkeypatch.setattr(evaluation, "CHECK_STEPS", 20)
+    monkeypatch.setattr(masking, "CHECK_STEPS", 20)
     assert evaluate_run(reopen(path), ATTACKS).to_json() == honest
     run = _scaled(reopen(path), 1e6)
     found = evaluate_run(run, ATTACKS).to_json()

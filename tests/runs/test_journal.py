@@ -2,9 +2,7 @@ import errno
 import json
 import math
 import os
-import subprocess
-import sys
-import textwrap
+import resource
 from pathlib import Path
 
 import pytest
@@ -165,24 +163,15 @@ def test_a_full_disk_takes_back_the_torn_line(path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_real_limit_on_the_size_of_files(path: Path) -> None:
-    program = """
-        import resource, sys
-        from pathlib import Path
-        from fedprophet.errors import CheckpointError
-        from fedprophet.runs.journal import Journal
-
-        resource.setrlimit(resource.RLIMIT_FSIZE, (50, 50))
-        journal = Journal(Path(sys.argv[1]))
-        try:
-            for number in range(1, 10):
-                journal.append({"round": number})
-        except CheckpointError as error:
-            print(number, error)
-    """
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program), str(path)], capture_output=True, text=True, check=True
-    )
-    assert result.stdout.startswith(f"5 cannot write {path}: File too large")
+    journal, before = Journal(path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50, before[1]))
+    try:
+        for number in range(1, 5):
+            journal.append({"round": number})
+        with pytest.raises(CheckpointError, match=f"cannot write {path}: File too large"):
+            journal.append({"round": 5})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert path.read_bytes() == b"".join(b'{"round":%d}\n' % number for number in (1, 2, 3, 4))
 
 

@@ -7,9 +7,10 @@ from torch import nn
 
 from fedprophet.cascade.atoms import explicit_chain
 from fedprophet.client.measure import evaluate
-from fedprophet.client.segment import Segment
+from fedprophet.client.part import ModelPart
 from fedprophet.data.dataset import LocalExamples, TensorExamples
-from fedprophet.messages.task import ClientTask, ClientUpdate
+from fedprophet.messages.answers import Evaluated
+from fedprophet.messages.tasks import Evaluate
 from fedprophet.runs.masking import Tally, beyond_chance, black_box_alone, larger_radius, tally, weaker_than
 from fedprophet.threat import input_threat
 
@@ -56,14 +57,16 @@ def measured(model, attack, radius=RADIUS, steps=10, step=0.02, pixels=(0.45, 0.
     means = torch.tensor(list(pixels) * 4)
     images = means.view(-1, 1, 1, 1).expand(-1, 1, 8, 8).clone()
     examples = LocalExamples(TensorExamples(images, (means < 0.5).long()), np.arange(8))
-    segment = Segment(explicit_chain([("model", model)]), 0, 1, None)
-    task = ClientTask("evaluate", 1, 0, 0, batch=8, attack=attack, threat=input_threat(radius, step, steps))
-    return [ClientUpdate("evaluate", 1, 0, 8.0, metrics=evaluate(task, segment, examples))]
+    part = ModelPart(explicit_chain([("model", model)]), 0, 1, None)
+    task = Evaluate(round=1, client=0, seed=0, batch=8, attack=attack, threat=input_threat(radius, step, steps))
+    clean, adversarial, broken = evaluate(task, part, examples)
+    header = {"round": 1, "client": 0, "weight": 8.0, "samples": 8}
+    return [Evaluated(**header, clean=clean, adversarial=adversarial, broken=broken)]
 
 
 def test_a_quantiser_is_seen_through_by_the_black_box_attack():
-    updates = measured(Stairs(), "autoattack")
-    text = black_box_alone("AutoAttack", "global", updates)
+    answers = measured(Stairs(), "autoattack")
+    text = black_box_alone("AutoAttack", "global", answers)
     assert text is not None
     assert "AutoAttack's gradient attacks left 8 of 8 (100.0 %) samples correct" in text
     assert "Square after them only 0 of 8 (0.0 %)" in text
@@ -71,15 +74,15 @@ def test_a_quantiser_is_seen_through_by_the_black_box_attack():
 
 
 def test_an_honest_model_falls_to_gradients_and_gives_no_sign():
-    updates = measured(Bright(), "autoattack")
-    assert tally(updates) == Tally(0, 8)
-    assert updates[0].metrics["broken:apgd-ce"] == 8
-    assert black_box_alone("AutoAttack", "global", updates) is None
+    answers = measured(Bright(), "autoattack")
+    assert tally(answers) == Tally(0, 8)
+    assert answers[0].broken["apgd-ce"] == 8
+    assert black_box_alone("AutoAttack", "global", answers) is None
     pgd = {radius: tally(measured(Bright(), "pgd", radius, 20, radius / 8)) for radius in (0.02, 0.08, 0.5)}
     assert pgd == {0.02: Tally(8, 8), 0.08: Tally(0, 8), 0.5: Tally(0, 8)}
     assert larger_radius("PGD-20", 0.02, pgd[0.02], 0.08, pgd[0.08]) is None
     assert beyond_chance("PGD-20", 0.5, pgd[0.5], 0.5) is None
-    assert weaker_than("AutoAttack", tally(updates), "PGD-20", pgd[0.02], "global") is None
+    assert weaker_than("AutoAttack", tally(answers), "PGD-20", pgd[0.02], "global") is None
 
 
 def test_logits_so_large_that_the_gradient_vanishes_resist_any_radius():
@@ -122,9 +125,8 @@ def test_a_difference_counts_from_two_samples_and_more_than_one_percent(more, sa
     usual, found = Tally(0, samples), Tally(more, samples)
     assert (larger_radius("PGD-20", 0.1, usual, 0.4, found) is not None) == clear
     assert (weaker_than("AutoAttack", found, "PGD-20", usual, "global") is not None) == clear
-    counts = {"samples": samples, "adversarial": 0, "broken:square": more}
-    updates = [ClientUpdate("evaluate", 1, 0, 1.0, metrics=counts)]
-    assert (black_box_alone("AutoAttack", "global", updates) is not None) == clear
+    answer = Evaluated(round=1, client=0, weight=1.0, samples=samples, broken={"square": more})
+    assert (black_box_alone("AutoAttack", "global", [answer]) is not None) == clear
 
 
 def test_chance_and_its_noise():

@@ -9,7 +9,8 @@ from safetensors.torch import save_file
 
 from fedprophet.errors import ModelError
 from fedprophet.models import build
-from fedprophet.runs.run import start, write_model
+from fedprophet.runs.export import write_model
+from fedprophet.runs.run import start
 from fedprophet.runs.session import assemble
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from fedprophet.cascade.atoms import chain_of
 from fedprophet.data.dataset import from_tensors
 from fedprophet.errors import ConfigError, ModelError
-from fedprophet.messages.task import BACKBONE, SERVER
+from fedprophet.messages.values import BACKBONE, SERVER
 from fedprophet.models import build
 from fedprophet.runs.session import assemble
 

@@ -4,13 +4,20 @@ import math
 
 import pytest
 
-from fedprophet.messages.task import ClientUpdate
-from fedprophet.server.accuracy import evaluation_fault, personalised, personalised_estimate, pooled_estimate, wilson
+from fedprophet.messages.answers import Evaluated
+from fedprophet.server.accuracy import (
+    Accuracy,
+    evaluation_fault,
+    note_accuracy,
+    personalised,
+    personalised_estimate,
+    pooled_estimate,
+    wilson,
+)
 
 
-def _counts(client: int, weight: float, samples: float, clean: float, adversarial: float) -> ClientUpdate:
-    metrics = {"samples": samples, "clean": clean, "adversarial": adversarial}
-    return ClientUpdate("evaluate", 1, client, weight, metrics=metrics)
+def _counts(client: int, weight: float, samples: int, clean: int, adversarial: int) -> Evaluated:
+    return Evaluated(round=1, client=client, weight=weight, samples=samples, clean=clean, adversarial=adversarial)
 
 
 def test_weighted_by_shard_size_not_by_held_out_samples() -> None:
@@ -21,7 +28,7 @@ def test_weighted_by_shard_size_not_by_held_out_samples() -> None:
 
 
 def test_a_client_without_held_out_samples_does_not_count() -> None:
-    empty = ClientUpdate("evaluate", 1, 2, 5.0, metrics={"samples": 0.0})
+    empty = _counts(2, 5.0, 0, 0, 0)
     assert personalised([_counts(0, 30.0, 4, 3, 1), empty]).clean == 0.75
     assert personalised([empty]).samples == 0
 
@@ -85,23 +92,34 @@ def test_an_estimate_has_the_value_of_the_accuracy_and_leaves_out_the_same_clien
     [
         (_counts(0, 3.0, 4, 4, 0), None),
         (_counts(0, 0.0, 0, 0, 0), None),
-        (_counts(0, 3.0, math.nan, 1, 1), "it evaluated nan samples"),
-        (_counts(0, 3.0, math.inf, 1, 1), "it evaluated inf samples"),
         (_counts(0, 3.0, -4, 0, 0), "it evaluated -4 samples"),
         (_counts(0, math.nan, 4, 1, 1), "its weight is nan"),
         (_counts(0, -1.0, 4, 1, 1), "its weight is -1.0"),
         (_counts(0, 1e308, 4, 1, 1), "its weight is 1e+308"),
         (_counts(0, 2.0**53, 4, 4, 0), None),
-        (_counts(0, 3.0, 1e308, 1, 1), "it evaluated 1e+308 samples"),
-        (_counts(0, 3.0, 4, math.nan, 1), "its evaluation has nan of 4 samples right (clean)"),
+        (_counts(0, 3.0, 10**20, 1, 1), "it evaluated 100000000000000000000 samples"),
         (_counts(0, 3.0, 4, 4, 5), "its evaluation has 5 of 4 samples right (adversarial)"),
         (_counts(0, 3.0, 4, -1, 1), "its evaluation has -1 of 4 samples right (clean)"),
-        (ClientUpdate("evaluate", 1, 0, 3.0, {"clean": 2.0}), "its evaluation has no number of samples"),
     ],
 )
-def test_an_evaluation_that_cannot_be_is_named_and_does_not_count(update: ClientUpdate, reason: str | None) -> None:
+def test_an_evaluation_that_cannot_be_is_named_and_does_not_count(update: Evaluated, reason: str | None) -> None:
     assert evaluation_fault(update) == reason
     if reason:
         good = _counts(1, 2.0, 4, 3, 1)
         assert personalised([update, good]) == personalised([good])
         assert personalised_estimate([update, good], "clean") == personalised_estimate([good], "clean")
+
+
+def test_the_accuracy_of_a_round_is_noted_and_impossible_evaluations_are_rejected() -> None:
+    record: dict[str, object] = {}
+    good, bad = _counts(1, 2.0, 4, 3, 1), _counts(2, 2.0, 4, 5, 1)
+    assert note_accuracy([good, bad], 2, record) == Accuracy(0.75, 0.25, 4)
+    reason = "its evaluation has 5 of 4 samples right (clean)"
+    assert record == {"dropped": {"2": reason}, "clean": 0.75, "adversarial": 0.25, "samples": 4}
+
+
+def test_without_a_sample_an_accuracy_is_unknown_only_where_answers_are_missing() -> None:
+    empty, record = _counts(1, 2.0, 0, 0, 0), dict[str, object]()
+    assert note_accuracy([empty], 2, record) is None
+    assert record == {}
+    assert note_accuracy([empty], 1, record) == Accuracy(0.0, 0.0, 0)

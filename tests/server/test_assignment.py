@@ -4,7 +4,7 @@ import pytest
 
 from fedprophet.cascade.cost import AtomCost, ChainCost
 from fedprophet.cascade.partition import Module
-from fedprophet.messages.task import Resources
+from fedprophet.messages.values import Resources
 from fedprophet.server.assignment import assign, last_module
 
 

@@ -2,15 +2,15 @@
 
 from collections.abc import Mapping
 
-from fedprophet.attacks.attack import Attack, Outcome
+from fedprophet.attacks.attack import AttackEntry, Outcome
 from fedprophet.attacks.autoattack import aa_fast, autoattack
 from fedprophet.attacks.pgd import pgd, pgd_attack
 
-ATTACKS: Mapping[str, Attack] = {
-    "pgd": Attack(pgd_attack, "PGD", takes_steps=True),
-    "autoattack": Attack(autoattack, "AutoAttack", module="pyautoattack", extra="attacks"),
-    "aa-fast": Attack(aa_fast, "AA-fast", module="pyautoattack", extra="attacks"),
+ATTACKS: Mapping[str, AttackEntry] = {
+    "pgd": AttackEntry(pgd_attack, "PGD", takes_steps=True),
+    "autoattack": AttackEntry(autoattack, "AutoAttack", module="pyautoattack", extra="attacks"),
+    "aa-fast": AttackEntry(aa_fast, "AA-fast", module="pyautoattack", extra="attacks"),
 }
 """The attacks that an evaluation can name."""
 
-__all__ = ["ATTACKS", "Attack", "Outcome", "pgd"]
+__all__ = ["ATTACKS", "AttackEntry", "Outcome", "pgd"]

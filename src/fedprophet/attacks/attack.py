@@ -1,4 +1,4 @@
-"""What an attack is in evaluation: one signature, whoever wrote it."""
+"""What an attack is in evaluation: one signature for all of them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -27,8 +27,8 @@ AttackFunction = Callable[[Logits, Tensor, Tensor, ThreatModel, int], Outcome]
 
 
 @dataclass(frozen=True)
-class Attack:
-    """A way to carry out a threat: the function, how people call it, and what it needs."""
+class AttackEntry:
+    """A way to carry out a threat: the function, its name in tables, and what it needs."""
 
     run: AttackFunction
     label: str

@@ -74,7 +74,7 @@ def _for_classes(components: tuple[str, ...], classes: int) -> tuple[str, ...]:
 
 def _suite(model: Logits, radius: float, seed: int, classes: int, device: torch.device) -> Any:
     """Return pyautoattack's object, which holds the four attacks with the settings of its standard version."""
-    from pyautoattack import AutoAttack  # an extra: asked for by name before any work starts (runs.results)
+    from pyautoattack import AutoAttack  # an extra: asked for by name before any work starts (attacks.names)
 
     suite = AutoAttack(model, norm="Linf", eps=radius, version="standard", seed=seed, device=device)
     suite.apgd_targeted.n_target_classes = suite.fab.n_target_classes = min(MOST_TARGETS, classes - 1)

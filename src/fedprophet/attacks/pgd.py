@@ -1,7 +1,7 @@
 """Projected gradient descent (the inner maximisation of Eq. 2 and 9) on any tensor, under any objective.
 
 Images are attacked in an l_inf ball, features in an l2 ball; both stay inside the range that the tensor lives in. The
-objective returns one number to be raised; whatever network is behind it must be in evaluation mode.
+objective returns one number to be raised; the network behind it must be in evaluation mode.
 """
 
 import math

@@ -1,8 +1,8 @@
-"""What a round costs beside training, for populations of any size: a round should cost what its cohort costs.
+"""What a round costs besides training, for populations of any size: it should depend on the cohort only.
 
-The clients are real in everything but their work: who is drawn, what a device can spare, whose samples are whose, the
-norm layers that each keeps on disk. What they are asked to train comes back as it was sent. Each round is saved as a
-run saves it. The store of the clients' layers is given little memory, so that nearly all of them live on disk.
+Everything is real except the clients' work: the drawn cohorts, the available resources, the shards, the norm layers
+that each client keeps on disk. Clients return the parameters they were sent. Each round is saved as in a run. The
+clients' layers get little memory, so that nearly all of them are on disk.
 """
 
 import gc
@@ -13,48 +13,53 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from fedprophet import machine
-from fedprophet.bench.report import Document, TextTable, processor_line, short
+from fedprophet.bench.report import Document, processor_line, range_text, source_line, spread, versions_line
 from fedprophet.bench.synthetic import Sizes, sizes_of, synthetic
 from fedprophet.client.layer_store import ClientStore
-from fedprophet.client.run import shard_weight
 from fedprophet.client.workspace import Workspace
-from fedprophet.config.config import Config, load_config
+from fedprophet.config.config import Config
+from fedprophet.config.load import load_config
 from fedprophet.data.dataset import Dataset
-from fedprophet.engines.plain import EmbeddedEngine
+from fedprophet.display.numbers import counted, digits
+from fedprophet.display.tables import Column, Page, Table
+from fedprophet.engines.plain import PlainEngine
 from fedprophet.fleet.population import Population
-from fedprophet.messages.task import BACKBONE, ClientTask, ClientUpdate, Timeline
+from fedprophet.messages.answers import Answer, Evaluated, Measured, Trained
+from fedprophet.messages.tasks import Measure, Task, Train
+from fedprophet.messages.values import BACKBONE
 from fedprophet.methods import find_method
 from fedprophet.runs.checkpoint import Checkpoints
+from fedprophet.runs.export import average_local
 from fedprophet.runs.journal import Journal
-from fedprophet.runs.results import average_local
 from fedprophet.runs.session import Session, assemble
-from fedprophet.server.coordinator import hold
+from fedprophet.server.coordinator import play_round
 from fedprophet.sizes import format_size
 
 SIZES = tuple(10**power for power in range(2, 7))
 COHORTS = (10, 30, 100)
 SAMPLES_EACH = 5
-"""Images of a client: one is held out."""
+"""Images per client: one is held out."""
 STORE_MEMORY = 10**6
-"""Bytes of layers that stay in memory."""
+"""Bytes of layers kept in memory."""
 PHASES = ("drawing the cohort", "asking clients", "their layers", "saving", "server")
 DRAWING, ASKING, LAYERS, SAVING, SERVER = PHASES
 UNTIMED = 2
 """Rounds before the timed ones."""
 
 Watch = Callable[[str], None]
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class GrowthSettings:
-    """Populations, each with the first of the cohorts; the largest one with the other cohorts too."""
+    """Populations, each with the first cohort size; the largest one with the other sizes too."""
 
     preset: str
     overrides: tuple[str, ...] = ()
@@ -63,14 +68,13 @@ class GrowthSettings:
     rounds: int = 20
 
     def cases(self) -> list[tuple[int, int]]:
-        """Return pairs of population and cohort."""
         largest = max(self.sizes)
         return [(size, min(self.cohorts[0], size)) for size in sorted(self.sizes)] + [
             (largest, cohort) for cohort in self.cohorts[1:] if cohort <= largest
         ]
 
     def config(self, clients: int, cohort: int) -> Config:
-        """Return the configuration of a case: one stage that goes on, everything limited to a cohort."""
+        """Return the configuration of a case: a stage that does not end, with everything limited to a cohort."""
         counts = {"population.clients": clients, "population.cohort": cohort}
         counts |= {"evaluate.clients": cohort, "measure.clients": cohort, "rounds": self.rounds + UNTIMED + 1}
         steady = ("train.warmup=0", "convergence.gate=0", "evaluate.every=1", "method=fedprophet", "engine=plain")
@@ -79,7 +83,7 @@ class GrowthSettings:
 
 
 class Phases:
-    """Seconds of a round by what they were spent on; a phase within another counts for itself alone."""
+    """Seconds of a round by phase; a phase inside another does not count for the outer one."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -97,83 +101,76 @@ class Phases:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + spent - self._within
             self._within = outside + spent
 
+    def timed(self, phase: str, function: Callable[P, T]) -> Callable[P, T]:
+        """Return a function whose seconds are added to a phase."""
+
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            with self.of(phase):
+                return function(*args, **kwargs)
+
+        return call
+
 
 @dataclass(frozen=True)
 class TimedRoster:
-    """A population that notes how long drawing takes."""
+    """A population that times its draws."""
 
     population: Population
     phases: Phases
 
     def draw(self, round: int, count: int, seed: int, purpose: str) -> tuple[int, ...]:
-        """Draw as the population does."""
         with self.phases.of(DRAWING):
             return self.population.draw(round, count, seed, purpose)
 
     @property
     def eligible(self) -> npt.NDArray[np.int64]:
-        """Everyone who owns a sample."""
         return self.population.eligible
 
 
 class TimedStore(ClientStore):
-    """A store of clients' layers that notes how long reading and writing them takes."""
+    """A store of clients' layers that times reading and writing."""
 
     def __init__(self, directory: Path, memory_limit: int, phases: Phases) -> None:
         super().__init__(directory, memory_limit)
-        self._phases = phases
-
-    def get(self, architecture: str, client: int, timeline: Timeline, before: int) -> Mapping[str, Tensor] | None:
-        """Return a client's layers."""
-        with self._phases.of(LAYERS):
-            return super().get(architecture, client, timeline, before)
-
-    def put(
-        self, architecture: str, client: int, round: int, tensors: Mapping[str, Tensor], timeline: Timeline
-    ) -> None:
-        """Keep a version of a client's layers."""
-        with self._phases.of(LAYERS):
-            super().put(architecture, client, round, tensors, timeline)
-
-    def flush(self) -> None:
-        """Write what has changed."""
-        with self._phases.of(LAYERS):
-            super().flush()
+        for name in ("get", "put", "flush"):
+            setattr(self, name, phases.timed(LAYERS, getattr(self, name)))
 
 
 class InstantEngine:
-    """Clients that report as ever, but train, evaluate and measure in no time: what they were sent comes back.
+    """Clients that report as usual but train, evaluate and measure in no time: they return what they were sent.
 
     A client that trains keeps a version of its norm layers, as a real one does.
     """
 
-    def __init__(self, plain: EmbeddedEngine, workspace: Workspace, phases: Phases) -> None:
+    def __init__(self, plain: PlainEngine, workspace: Workspace, phases: Phases) -> None:
         self._plain = plain
         self._workspace = workspace
         self._phases = phases
 
-    def map(self, tasks: Iterable[ClientTask]) -> Iterator[ClientUpdate]:
+    def map(self, tasks: Iterable[Task]) -> Iterator[Answer]:
         """Answer every task."""
         for task in tasks:
             with self._phases.of(ASKING):
                 update = next(self._plain.map([task])) if task.kind == "report" else self._answer(task)
             yield update
 
-    def _answer(self, task: ClientTask) -> ClientUpdate:
-        layers, weight = self._workspace.layers, shard_weight(self._plain.client(task.client))
-        before = task.round if task.kind == "train" else task.round + 1
-        own = layers.get(task.architecture, task.client, task.timeline, before) or self._workspace.initial
-        update = ClientUpdate(task.kind, task.round, task.client, weight, number=task.number)
-        if task.kind == "train":
+    def _answer(self, task: Task) -> Answer:
+        layers, weight = self._workspace.layers, self._plain.client(task.client).weight
+        own = layers.get(task.architecture, task.client, task.timeline, task.layers_before) or self._workspace.initial
+        about: dict[str, Any] = {"round": task.round, "client": task.client, "number": task.number, "weight": weight}
+        samples = int(weight)
+        if isinstance(task, Train):
             layers.put(task.architecture, task.client, task.round, own, task.timeline)
-            return replace(update, metrics={"loss": 1.0, "samples": weight}, parameters=task.parameters)
-        return replace(update, metrics=dict.fromkeys(("samples", "clean", "adversarial", "magnitude"), weight))
+            return Trained(**about, loss=1.0, samples=samples, parameters=task.parameters)
+        if isinstance(task, Measure):
+            return Measured(**about, samples=samples, magnitude=weight)
+        return Evaluated(**about, samples=samples, clean=samples, adversarial=samples)
 
 
 def measure_growth(settings: GrowthSettings, watch: Watch) -> list[Document]:
     """Return a row for each population and cohort."""
     watch("starting")
-    _in_a_folder(replace(settings, rounds=1), *settings.cases()[0])  # what is loaded once is no part of any case
+    _in_a_folder(replace(settings, rounds=1), *settings.cases()[0])  # loads what is loaded once
     rows = []
     for clients, cohort in settings.cases():
         watch(f"{clients:,} clients, cohorts of {cohort}")
@@ -200,7 +197,6 @@ def _measure_case(settings: GrowthSettings, clients: int, cohort: int, folder: P
     began = time.perf_counter()
     average_local(session, state, session.engine)
     export = time.perf_counter() - began
-    totals = [sum(row.seconds.values()) for row in timed]
     kept = [file.stat().st_size for file in (folder / "clients").rglob("*.safetensors")]
     return {
         "clients": clients,
@@ -208,9 +204,7 @@ def _measure_case(settings: GrowthSettings, clients: int, cohort: int, folder: P
         "cohort": cohort,
         "rounds": len(timed),
         "setup_s": setup,
-        "seconds": statistics.median(totals),
-        "seconds_least": min(totals),
-        "seconds_most": max(totals),
+        **spread([sum(row.seconds.values()) for row in timed]),
         "seconds_by_phase": {phase: statistics.median(r.seconds.get(phase, 0.0) for r in timed) for phase in PHASES},
         "setup_resident_bytes": resident,
         "resident_bytes": timed[-1].resident,
@@ -222,33 +216,33 @@ def _measure_case(settings: GrowthSettings, clients: int, cohort: int, folder: P
 
 
 def _shared_out(sizes: Sizes, clients: int, seed: int) -> Dataset:
-    """Return random images, as many as the clients need."""
+    """Return as many random images as the clients need."""
     return synthetic(replace(sizes, train=max(SAMPLES_EACH * clients, sizes.classes), test=sizes.classes), seed)
 
 
 def _instant(session: Session, folder: Path, phases: Phases) -> Session:
     """Return the session with timed draws, little memory for layers, and an engine that answers at once."""
-    world = replace(session.world, roster=TimedRoster(session.population, phases))
+    world = replace(session.world, pool=TimedRoster(session.population, phases))
     layers = TimedStore(folder, STORE_MEMORY, phases)
     workspace = Workspace(
         world.chain, session.dataset.shape, session.dataset.classes, world.frozen, layers, session.features
     )
-    plain = EmbeddedEngine(session.population, {BACKBONE: workspace}, session.budget)
+    plain = PlainEngine(session.population, {BACKBONE: workspace}, session.budget)
     method = find_method(session.config.method).method(world)
     engine = InstantEngine(plain, workspace, phases)
     return replace(session, world=world, layers=layers, method=method, engine=engine)
 
 
 @dataclass(frozen=True)
-class Played:
+class RoundCost:
     """The seconds of a round by phase, and the resident memory after it."""
 
     seconds: Mapping[str, float]
     resident: int
 
 
-def _play(session: Session, phases: Phases, folder: Path, rounds: int) -> tuple[Any, list[Played]]:
-    """Play rounds and save each as a run does; return the last state and what each took."""
+def _play(session: Session, phases: Phases, folder: Path, rounds: int) -> tuple[Any, list[RoundCost]]:
+    """Play rounds and save each as a run does; return the last state and the cost of each round."""
     journal = Journal(folder / "journal.jsonl")
     checkpoints = Checkpoints(folder / "checkpoints", session.config, keep=session.config.checkpoint.keep)
     state: Any = session.method.initial()
@@ -256,12 +250,12 @@ def _play(session: Session, phases: Phases, folder: Path, rounds: int) -> tuple[
     for _ in range(rounds):
         phases.seconds.clear()
         with phases.of(SERVER):
-            state, record = hold(session.method.round(state), session.engine)
+            state, record = play_round(session.method.round(state), session.engine)
         with phases.of(SAVING):
             journal.append(record)
             session.layers.flush()
             checkpoints.save(state, state.round)
-        played.append(Played(dict(phases.seconds), machine.resident_bytes()))
+        played.append(RoundCost(dict(phases.seconds), machine.resident_bytes()))
     return state, played
 
 
@@ -269,7 +263,7 @@ def _play(session: Session, phases: Phases, folder: Path, rounds: int) -> tuple[
 
 
 def growth_document(settings: GrowthSettings, about: Document, rows: Sequence[Document]) -> Document:
-    """Return everything that was measured, and on what."""
+    """Return everything that was measured, and the machine and settings it was measured with."""
     return {
         "benchmark": "growth",
         "machine": about,
@@ -285,61 +279,65 @@ def growth_document(settings: GrowthSettings, about: Document, rows: Sequence[Do
     }
 
 
-def growth_headline(found: Document) -> list[str]:
-    """Return the lines above the tables."""
-    about, settings = found["machine"], found["settings"]
-    changed = "".join(f" --set {text}" for text in settings["overrides"])
-    return [
-        processor_line(about),
-        f"Python {about['python']}, torch {about['torch']}, fedprophet {about['fedprophet']}, {about['date']}",
-        f"{settings['preset']}{changed}, {settings['samples_per_client']} random images a client, medians of "
-        f"{settings['rounds']} rounds",
-    ]
-
-
-def growth_tables(found: Document) -> list[TextTable]:
-    """Return where a round's milliseconds go, and what memory and disk hold."""
-    rows = found["measurements"]
-    times = ("clients", "cohort", "round", "range", *PHASES)
-    kept = ("clients", "cohort", "set-up", "resident then", "at the end", "a round adds", "on disk", "disk", "export")
-    return [
-        TextTable("a round without training, milliseconds", times, tuple(_time_line(row) for row in rows)),
-        TextTable("memory and disk", kept, tuple(_memory_line(row) for row in rows)),
-    ]
-
-
-def _time_line(row: Document) -> tuple[str, ...]:
-    spread = f"{_ms(row['seconds_least'])}–{_ms(row['seconds_most'])}"
-    phases = [_ms(row["seconds_by_phase"][phase]) for phase in PHASES]
-    return f"{row['clients']:,}", str(row["cohort"]), _ms(row["seconds"]), spread, *phases
-
-
-def _memory_line(row: Document) -> tuple[str, ...]:
-    return (
-        f"{row['clients']:,}",
-        str(row["cohort"]),
-        f"{short(row['setup_s'])} s",
-        format_size(row["setup_resident_bytes"]),
-        format_size(row["resident_bytes"]),
-        format_size(max(round(row["resident_bytes_per_round"]), 0)),
-        f"{row['clients_on_disk']} clients",
-        format_size(row["disk_bytes"]),
-        f"{short(row['export_s'])} s",
+def growth_page(found: Document) -> Page:
+    """Return the page of a measurement."""
+    settings, rows = found["settings"], found["measurements"]
+    images = f"{settings['samples_per_client']} random images per client"
+    return Page(
+        "Growth",
+        (_time_table(rows), _memory_table(rows)),
+        lines=(
+            processor_line(found["machine"]),
+            versions_line(found["machine"]),
+            f"{source_line(settings)}, {images}, medians of {settings['rounds']} rounds",
+        ),
+        notes=tuple(_notes(format_size(settings["store_memory_bytes"]))),
     )
 
 
+CASE = (Column("clients", form="{:,}".format), Column("cohort"))
+
+
+def _time_table(rows: Sequence[Document]) -> Table:
+    columns = (*CASE, Column("round", form=_ms), Column("range"), *(Column(phase, form=_ms) for phase in PHASES))
+    lines = (
+        (row["clients"], row["cohort"], row["seconds"], range_text(row, 1000), *row["seconds_by_phase"].values())
+        for row in rows
+    )
+    return Table("A round without training, milliseconds", columns, tuple(lines), labels=2)
+
+
+def _memory_table(rows: Sequence[Document]) -> Table:
+    columns = {
+        "setup_s": Column("set-up", form=_seconds),
+        "setup_resident_bytes": Column("then resident", form=format_size),
+        "resident_bytes": Column("at the end", form=format_size),
+        "resident_bytes_per_round": Column("added per round", form=lambda size: format_size(max(round(size), 0))),
+        "clients_on_disk": Column("on disk", form=lambda clients: counted(clients, "client")),
+        "disk_bytes": Column("disk", form=format_size),
+        "export_s": Column("export", form=_seconds),
+    }
+    lines = ((row["clients"], row["cohort"], *(row[name] for name in columns)) for row in rows)
+    return Table("Memory and disk", (*CASE, *columns.values()), tuple(lines), labels=2)
+
+
 def _ms(seconds: float) -> str:
-    return short(1000 * seconds)
+    return digits(1000 * seconds)
 
 
-def growth_notes(found: Document) -> list[str]:
-    """Return what a reader must know to read the tables."""
-    limit = format_size(found["settings"]["store_memory_bytes"])
-    return [
-        "Clients answer at once with what they were sent: this is everything a round costs beside training. Asking "
-        "clients is drawing what each device can spare and finding its samples; their layers are read, a version is "
-        f"added, and what exceeds {limit} lives on disk alone; saving is the journal and the checkpoint; server is "
-        "assigning, checking, averaging and the simulated clock.",
-        "Set-up deals the samples out and makes the model, once a run. Export averages the layers of all clients that "
-        "have trained, once at its end.",
-    ]
+def _seconds(seconds: float) -> str:
+    return f"{digits(seconds)} s"
+
+
+def _notes(limit: str) -> Iterator[str]:
+    """Yield what a reader must know about the tables."""
+    yield (
+        "Clients answer at once with what they were sent, so this is the cost of a round besides training. Asking "
+        "clients: drawing each device's available resources and finding its samples. Their layers: reading them and "
+        f"adding a version; what exceeds {limit} is on disk only. Saving: the journal and the checkpoint. Server: "
+        "assigning, checking, averaging and the simulated clock."
+    )
+    yield (
+        "Set-up, once per run: dealing out the samples and building the model. Export, once at the end: averaging the "
+        "layers of all clients that have trained."
+    )

@@ -1,37 +1,28 @@
-"""What was measured, as JSON, as Markdown and as tables for a terminal."""
+"""What was measured, as JSON and as a page of tables."""
 
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from fedprophet.bench import count
-from fedprophet.bench.rounds import CUDA, EVALUATION, PARTS, PLAIN_SIDES, TRAINING, WARMUP, Measured, Sample, Settings
+from fedprophet.bench.rounds import CUDA, EVALUATION, PARTS, PLAIN_SIDES, TRAINING, WARMUP, CaseResult, Sample, Settings
 from fedprophet.config.config import Config
+from fedprophet.display.numbers import counted, digits, factor, percent
+from fedprophet.display.tables import Column, Page, Table
 from fedprophet.durations import clock
 from fedprophet.engines import cores
 from fedprophet.sizes import format_size
 
-NONE = "–"
 FLOAT32 = "float32"
 Document = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class TextTable:
-    """A table for people; all columns but the first `labels` hold numbers."""
-
-    title: str
-    headings: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    labels: int = 1
 
 
 # JSON ----------------------------------------------------------------------------------------------------------------
 
 
-def document(settings: Settings, about: Document, products: Mapping[str, Any], found: Sequence[Measured]) -> Document:
-    """Return everything that was measured, and on what."""
+def document(settings: Settings, about: Document, products: Mapping[str, Any], found: Sequence[CaseResult]) -> Document:
+    """Return everything that was measured, and the machine and settings it was measured with."""
     rows = [row for measured in found for row in _rows(measured, found, products["flops"])]
     configs = {method: settings.config(method) for method in settings.methods}
     return {
@@ -56,51 +47,50 @@ def document(settings: Settings, about: Document, products: Mapping[str, Any], f
 
 
 def _engine(settings: Settings, engine: str) -> Document:
-    """Return the numbers that an engine computes with, and how many cores it was given."""
+    """Return an engine's precision and number of cores."""
     config = settings.measured(settings.methods[0], engine)
     return {"precision": config.precision if engine == CUDA else FLOAT32, "cores": cores(config)}
 
 
-def _rows(measured: Measured, found: Sequence[Measured], product: float) -> Iterator[Document]:
+def _rows(measured: CaseResult, found: Sequence[CaseResult], product: float) -> Iterator[Document]:
     """Yield a row for each part of a case on an engine."""
-    where = {"method": measured.case.method, "stage": stage_number(measured), "engine": measured.engine}
     for part in PARTS:
+        row = {**_where(measured), "part": part, "failure": measured.failure}
         samples = measured.parts.get(part, [])
-        if not samples:
-            yield {**where, "part": part, "failure": measured.failure}
-            continue
-        rate = statistics.median(sample.flops / sample.seconds for sample in samples)
-        yield {
-            **where,
-            "part": part,
-            "failure": measured.failure,
-            "rounds": len(samples),
-            "tasks": samples[0].tasks,
-            **_spread([sample.seconds for sample in samples]),
-            "flop": statistics.median(sample.flops for sample in samples),
-            "flop_per_s": rate,
-            "of_product": rate / product,
-            "peak_bytes": max(sample.peak_bytes for sample in samples),
-            "first_s": max(sample.first for sample in samples),
-            "speedup": _speedup(measured, part, found),
-        }
+        if samples:
+            rate = statistics.median(sample.flops / sample.seconds for sample in samples)
+            row |= {
+                "rounds": len(samples),
+                "tasks": samples[0].tasks,
+                **spread([sample.seconds for sample in samples]),
+                "flop": statistics.median(sample.flops for sample in samples),
+                "flop_per_s": rate,
+                "of_product": rate / product,
+                "peak_bytes": max(sample.peak_bytes for sample in samples),
+                "first_s": max(sample.first for sample in samples),
+                "speedup": _speedup(measured, part, found),
+            }
+        yield row
 
 
-def stage_number(measured: Measured) -> int | None:
-    """Return the stage as people count."""
-    return None if measured.case.stage is None else measured.case.stage + 1
+def _where(measured: CaseResult) -> Document:
+    return {"method": measured.case.method, "stage": measured.case.number, "engine": measured.engine}
 
 
-def _spread(seconds: Sequence[float]) -> Document:
+def spread(seconds: Sequence[float]) -> Document:
+    """Return the median, the least and the most of some seconds."""
     return {"seconds": statistics.median(seconds), "seconds_least": min(seconds), "seconds_most": max(seconds)}
 
 
-def _speedup(measured: Measured, part: str, found: Sequence[Measured]) -> float | None:
+def _speedup(measured: CaseResult, part: str, found: Sequence[CaseResult]) -> float | None:
     """Return how many times faster than the plain loop: the median over the rounds that both have played.
 
-    Of several plain loops the fastest counts, which has no speed-up of its own.
+    Of several plain loops the fastest one counts; it has no speed-up itself.
     """
-    plain = _fastest_plain(measured, part, found)
+    loops = [
+        side for side in found if side.case == measured.case and side.engine in PLAIN_SIDES and side.parts.get(part)
+    ]
+    plain = min(loops, key=lambda side: statistics.median(s.seconds for s in side.parts[part]), default=None)
     if plain is None or plain is measured:
         return None
     slow, fast = ({s.round: s for s in side.parts.get(part, [])} for side in (plain, measured))
@@ -108,39 +98,21 @@ def _speedup(measured: Measured, part: str, found: Sequence[Measured]) -> float 
     return statistics.median(ratios) if ratios else None
 
 
-def _fastest_plain(measured: Measured, part: str, found: Sequence[Measured]) -> Measured | None:
-    sides = [side for side in found if side.case == measured.case and side.engine in PLAIN_SIDES]
-    done = [side for side in sides if side.parts.get(part)]
-    return min(done, key=lambda side: statistics.median(s.seconds for s in side.parts[part]), default=None)
-
-
-def _rounds(measured: Measured) -> Document:
-    """Return the single rounds of a case on an engine."""
-    return {
-        "method": measured.case.method,
-        "stage": stage_number(measured),
-        "engine": measured.engine,
-        "server_s": measured.server,
-        "assigned": measured.assigned,
-        **{part: [_sample(sample) for sample in samples] for part, samples in measured.parts.items()},
-    }
+def _rounds(measured: CaseResult) -> Document:
+    """Return every round of a case on an engine."""
+    parts = {part: [_sample(sample) for sample in samples] for part, samples in measured.parts.items()}
+    return {**_where(measured), "server_s": measured.server, "assigned": measured.assigned, **parts}
 
 
 def _sample(sample: Sample) -> Document:
-    return {
-        "round": sample.round,
-        "tasks": sample.tasks,
-        "seconds": sample.seconds,
-        "flop": sample.flops,
-        "peak_bytes": sample.peak_bytes,
-        "first_s": sample.first,
-    }
+    renamed = {"flops": "flop", "first": "first_s"}
+    return {renamed.get(name, name): value for name, value in asdict(sample).items()}
 
 
 def mean_rounds(rows: Sequence[Document]) -> list[Document]:
-    """Return the mean over stages of each method, engine and part whose every case was measured.
+    """Return the mean over the stages of each method, engine and part, if all of its cases were measured.
 
-    Its speed-up is over the plain loop that has the lowest mean; None for that one itself.
+    Its speed-up is over the plain loop with the lowest mean; None for that loop itself.
     """
     means: list[Document] = []
     for method, engine, part in dict.fromkeys((row["method"], row["engine"], row["part"]) for row in rows):
@@ -156,11 +128,10 @@ def mean_rounds(rows: Sequence[Document]) -> list[Document]:
     return means
 
 
-def projections(configs: Mapping[str, Config], found: Sequence[Measured]) -> list[Document]:
-    """Return what a whole run would take, with every stage at all its rounds: measured seconds times their number.
+def projections(configs: Mapping[str, Config], found: Sequence[CaseResult]) -> list[Document]:
+    """Return what a whole run would take if every stage had all its rounds; only if all stages were measured.
 
-    Only where all of its stages were measured. A run also measures perturbations at the end of a stage and writes
-    checkpoints, and its stages may end early.
+    Not included: measuring perturbations at the end of a stage, and writing checkpoints. Stages may also end early.
     """
     made = []
     for method, engine in dict.fromkeys((measured.case.method, measured.engine) for measured in found):
@@ -171,7 +142,7 @@ def projections(configs: Mapping[str, Config], found: Sequence[Measured]) -> lis
     return made
 
 
-def _projection(config: Config, sides: Sequence[Measured]) -> Document:
+def _projection(config: Config, sides: Sequence[CaseResult]) -> Document:
     evaluations = -(-config.rounds // config.evaluate.every)
     attacked = config.rounds - config.warmup_rounds
     times = {WARMUP: config.warmup_rounds, TRAINING: attacked, EVALUATION: evaluations}
@@ -193,34 +164,44 @@ def _projection(config: Config, sides: Sequence[Measured]) -> Document:
 # For people ----------------------------------------------------------------------------------------------------------
 
 
-def headline(found: Document) -> list[str]:
-    """Return the lines above the tables: the machine, versions, precision, what was measured."""
+def rounds_page(found: Document) -> Page:
+    """Return the page of a measurement."""
+    return Page("Rounds", tuple(_tables(found)), lines=tuple(_headline(found)), notes=tuple(_notes(found)))
+
+
+def _headline(found: Document) -> Iterator[str]:
+    """Yield the machine, versions, precision and what was measured."""
     about, settings, product = found["machine"], found["settings"], found["product"]
     unit = unit_of(product["flops"])
     gpu = f"{about['gpu']} ({format_size(about['gpu_memory_bytes'])}), " if about["gpu"] else ""
-    versions = {"Python": about["python"], "torch": about["torch"], "CUDA": about["cuda"], "Triton": about["triton"]}
-    named = ", ".join(f"{name} {value}" for name, value in versions.items() if value)
+    yield gpu + processor_line(about)
+    yield versions_line(about)
+    yield f"{source_line(settings)}, {settings['data']}"
     engines = ", ".join(_engine_text(engine, about["gpu"], **how) for engine, how in settings["engines"].items())
-    changed = "".join(f" --set {text}" for text in settings["overrides"])
-    return [
-        f"{gpu}{processor_line(about)}",
-        f"{named}, fedprophet {about['fedprophet']}, {about['date']}",
-        f"{settings['preset']}{changed}, {settings['data']}",
-        f"engines: {engines}{_tf32(about)}",
-        f"matrix product of {product['side']}×{product['side']} in {product['type']}: "
-        f"{unit.of(product['flops'])} {unit.name}",
-    ]
+    yield f"engines: {engines}{_tf32(about)}"
+    side = product["side"]
+    yield f"matrix product of {side}×{side} in {product['type']}: {unit.of(product['flops'])} {unit.name}"
 
 
 def processor_line(about: Document) -> str:
     """Return the processor, and how busy it was."""
-    busy = f"load {about['load']} before and {about['load_after']} after"
-    return f"{about['processor']}, {about['cores']} cores, {busy}"
+    return f"{about['processor']}, {about['cores']} cores, load {about['load']} before and {about['load_after']} after"
+
+
+def versions_line(about: Document) -> str:
+    """Return the versions and the date."""
+    names = {"Python": "python", "torch": "torch", "CUDA": "cuda", "Triton": "triton", "fedprophet": "fedprophet"}
+    return ", ".join([*(f"{name} {about[key]}" for name, key in names.items() if about[key]), about["date"]])
+
+
+def source_line(settings: Document) -> str:
+    """Return the preset and what was changed in it."""
+    return " ".join([settings["preset"], *(f"--set {text}" for text in settings["overrides"])])
 
 
 def _engine_text(engine: str, gpu: str | None, precision: str, cores: int) -> str:
-    """Return `workers in float32 on 2 cores`; a GPU's work is not done by cores."""
-    return f"{engine} in {precision}" + ("" if gpu else f" on {cores} {'core' if cores == 1 else 'cores'}")
+    """Return `workers in float32 on 2 cores`; on a GPU the cores do not matter."""
+    return f"{engine} in {precision}" + ("" if gpu else f" on {counted(cores, 'core')}")
 
 
 def _tf32(about: Document) -> str:
@@ -230,25 +211,36 @@ def _tf32(about: Document) -> str:
     return f" (float32 {kinds} in TF32, as torch is set)" if kinds else " (no TF32)"
 
 
-def tables(found: Document) -> list[TextTable]:
-    """Return a table for each part, then the projection."""
-    rows, unit = found["measurements"], unit_of(found["product"]["flops"])
-    shown = [_table(part, [row for row in rows if row["part"] == part], unit) for part in PARTS]
-    means = TextTable(
-        "mean over the cases of a method, seconds a round",
-        ("method", "engine", *PARTS),
-        tuple(_mean_lines(found["mean_round"])),
-        labels=2,
+CASE = (Column("case"), Column("engine"))
+METHOD = (Column("method"), Column("engine"))
+
+
+def _tables(found: Document) -> Iterator[Table]:
+    """Yield a table for each part, the means, and the projection if there is one."""
+    unit = unit_of(found["product"]["flops"])
+    columns = (
+        *CASE,
+        Column("seconds"),
+        Column("range"),
+        Column(unit.name, form=unit.of),
+        Column("of product", form=percent),
+        Column("memory", form=format_size),
+        Column("speed-up", form=factor),
     )
-    projected = tuple(_projection_line(row) for row in found["projection"])
-    headings = ("method", "engine", "stages × rounds", "training", "evaluation", "server", "together")
-    title = "projection of a whole run, every stage with all its rounds, hours:minutes:seconds"
-    return [*shown, means, *([TextTable(title, headings, projected, labels=2)] if projected else [])]
+    for part in PARTS:
+        rows = tuple(_line(row) for row in found["measurements"] if row["part"] == part)
+        yield Table(f"{part.capitalize()}, seconds per round", columns, rows, labels=2)
+    means = tuple(_mean_lines(found["mean_round"]))
+    yield Table("Mean over a method's cases, seconds per round", (*METHOD, *map(Column, PARTS)), means, labels=2)
+    if found["projection"]:
+        spans = [Column(part, form=_clock) for part in ("training", "evaluation", "server", "together")]
+        title = "Projection of a whole run, if every stage has all its rounds, hours:minutes:seconds"
+        rows = tuple(_projection_line(row) for row in found["projection"])
+        yield Table(title, (*METHOD, Column("stages × rounds"), *spans), rows, labels=2)
 
 
-def _table(part: str, rows: Sequence[Document], unit: "Unit") -> TextTable:
-    headings = ("case", "engine", "seconds", "range", unit.name, "of product", "memory", "speed-up")
-    return TextTable(f"{part}, seconds a round", headings, tuple(_line(row, unit) for row in rows), labels=2)
+def _clock(seconds: float) -> str:
+    return clock(seconds, with_hours=True)
 
 
 def case_name(row: Document) -> str:
@@ -256,75 +248,64 @@ def case_name(row: Document) -> str:
     return row["method"] if row["stage"] is None else f"stage {row['stage']}"
 
 
-def _line(row: Document, unit: "Unit") -> tuple[str, ...]:
+def _line(row: Document) -> tuple[object, ...]:
     label = case_name(row), row["engine"]
     if "seconds" not in row:
-        return (*label, (row["failure"] or NONE).split(":")[0], *[NONE] * 5)
-    least, most = short(row["seconds_least"]), short(row["seconds_most"])
-    return (
-        *label,
-        short(row["seconds"]),
-        f"{least}–{most}" if row["rounds"] > 1 else "one round",
-        unit.of(row["flop_per_s"]),
-        f"{100 * row['of_product']:.1f} %",
-        format_size(row["peak_bytes"]),
-        NONE if row["speedup"] is None else f"{row['speedup']:.2f}×",
-    )
+        return (*label, row["failure"] and row["failure"].split(":")[0], *[None] * 5)
+    times = digits(row["seconds"]), range_text(row) if row["rounds"] > 1 else "one round"
+    return *label, *times, *(row[name] for name in ("flop_per_s", "of_product", "peak_bytes", "speedup"))
 
 
-def _mean_lines(means: Iterable[Document]) -> Iterator[tuple[str, ...]]:
+def range_text(row: Document, scale: float = 1.0) -> str:
+    """Return `1.00–9.00`: the fastest and the slowest round."""
+    return "–".join(digits(scale * row[name]) for name in ("seconds_least", "seconds_most"))
+
+
+def _mean_lines(means: Iterable[Document]) -> Iterator[tuple[str | None, ...]]:
     found = {(row["method"], row["engine"], row["part"]): row for row in means}
     for method, engine in dict.fromkeys((method, engine) for method, engine, _ in found):
         rows = [found.get((method, engine, part)) for part in PARTS]
         stages = max(row["cases"] for row in rows if row is not None)
-        yield f"{method}, {stages} stages" if stages > 1 else method, engine, *map(_mean_text, rows)
+        name = f"{method}, {stages} stages" if stages > 1 else method
+        yield name, engine, *(None if row is None else _mean_text(row) for row in rows)
 
 
-def _mean_text(row: Document | None) -> str:
-    """Return `0.148 (2.31×)`: seconds, and the speed-up where there is one."""
-    if row is None:
-        return NONE
-    return short(row["seconds"]) + ("" if row["speedup"] is None else f" ({row['speedup']:.2f}×)")
+def _mean_text(row: Document) -> str:
+    """Return `0.148 (2.31×)`: seconds, and the speed-up if there is one."""
+    return digits(row["seconds"]) + ("" if row["speedup"] is None else f" ({factor(row['speedup'])})")
 
 
-def _projection_line(row: Document) -> tuple[str, ...]:
-    parts = row["seconds_by_part"]
-    spans = (parts[TRAINING] + parts[WARMUP], parts[EVALUATION], parts["server"], row["seconds"])
-    return (
-        row["method"],
-        row["engine"],
-        f"{row['stages']} × {row['rounds_per_stage']}",
-        *(clock(span, with_hours=True) for span in spans),
-    )
+def _projection_line(row: Document) -> tuple[object, ...]:
+    parts, size = row["seconds_by_part"], f"{row['stages']} × {row['rounds_per_stage']}"
+    training = parts[TRAINING] + parts[WARMUP]
+    return row["method"], row["engine"], size, training, parts[EVALUATION], parts["server"], row["seconds"]
 
 
 _TWO_PLAIN = (
-    " The plain loop has torch's threads, and one as plain-1: of both the faster one counts, which is the one "
-    "without a speed-up."
+    " The plain loop is measured with torch's threads (plain) and with one thread (plain-1). The faster one counts: it "
+    "is the one without a speed-up."
 )
 
 
-def notes(found: Document) -> list[str]:
-    """Return what a reader must know to read the tables."""
+def _notes(found: Document) -> Iterator[str]:
+    """Yield what a reader must know about the tables."""
     loops = _TWO_PLAIN if set(PLAIN_SIDES) <= set(found["settings"]["engines"]) else ""
     repeat = found["settings"]["repeat"]
-    rounds = "those of one round" if repeat == 1 else f"medians over up to {repeat} rounds with different cohorts"
-    lines = [
-        f"Seconds are {rounds}, the same on every engine; each piece of work was done once before it was timed. The "
-        f"speed-up is over the plain loop, in the rounds that both have played.{loops}",
-        f"{found['counting']}. Memory is the peak: torch's on a GPU; resident pages on a CPU, where those "
-        "that worker processes share count for each of them.",
-        "Warm-up training has no attack; a stage begins with it. The server's time is its own work in a round: asking, "
-        "assigning, checking and averaging. Measuring perturbations and writing checkpoints are not in a projection.",
-    ]
+    rounds = "of one round" if repeat == 1 else f"medians over up to {repeat} rounds with different cohorts"
+    yield (
+        f"Seconds are {rounds}, the same rounds on every engine. All work is done once before it is timed. The "
+        f"speed-up is over the plain loop, in the rounds that both have played.{loops}"
+    )
+    yield (
+        f"{found['counting']}. Memory is the peak: torch's memory on a GPU, resident pages on a CPU. Pages that worker "
+        "processes share count once for each process."
+    )
+    yield (
+        "Warm-up training has no attack; every stage begins with it. The server's time is its own work in a round: "
+        "asking, assigning, checking and averaging. A projection leaves out perturbation measurements and checkpoints."
+    )
     failed = dict.fromkeys((case_name(r), r["engine"], r["failure"]) for r in found["measurements"] if r["failure"])
-    return [*lines, *(f"{case} on {engine}: {failure}" for case, engine, failure in failed)]
-
-
-def short(value: float) -> str:
-    """Return a number with three digits that count."""
-    digits = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3
-    return f"{value:.{digits}f}"
+    yield from (f"{case} on {engine}: {failure}" for case, engine, failure in failed)
 
 
 class Unit(NamedTuple):
@@ -334,21 +315,9 @@ class Unit(NamedTuple):
     flops: float
 
     def of(self, flops: float) -> str:
-        """Return a number of FLOP/s in this unit."""
-        return short(flops / self.flops)
+        return digits(flops / self.flops)
 
 
 def unit_of(product: float) -> Unit:
-    """Return the unit that suits a machine: the one in which its matrix products have a digit before the point."""
+    """Return the unit in which a machine's matrix products have a digit before the point."""
     return Unit("TFLOP/s", 1e12) if product >= 1e12 else Unit("GFLOP/s", 1e9)
-
-
-def markdown(title: str, lines: Sequence[str], shown: Sequence[TextTable], remarks: Sequence[str]) -> str:
-    """Return a page: headline, tables, remarks."""
-    parts = [f"# {title}", "\n".join(f"- {line}" for line in lines)]
-    for table in shown:
-        rule = ["---"] * table.labels + ["---:"] * (len(table.headings) - table.labels)
-        rows = [table.headings, tuple(rule), *table.rows]
-        parts.append(f"## {table.title[0].upper()}{table.title[1:]}")
-        parts.append("\n".join(f"| {' | '.join(row)} |" for row in rows))
-    return "\n\n".join([*parts, *remarks]) + "\n"

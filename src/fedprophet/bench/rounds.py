@@ -1,11 +1,12 @@
-"""Rounds of jFAT and of every FedProphet stage, timed on each engine: training and evaluation apart.
+"""Rounds of jFAT and of every FedProphet stage, timed on each engine, training and evaluation separately.
 
-Nothing is trained to get there: a stage begins with modules of random weights fixed before it. Every engine plays the
-same rounds, with the same cohorts and assignments. Each piece of work is done once untimed before, so that compiling,
-capturing and the features of the frozen modules are not counted; a run has them once a stage.
+The modules before a stage have random weights: nothing is trained to get there. Every engine plays the same rounds,
+with the same cohorts and assignments. All work is done once before it is timed, so that compiling, capturing and the
+features of frozen modules, which a run pays for once per stage, are not counted.
 """
 
 import gc
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,33 +17,35 @@ from fedprophet import machine
 from fedprophet.bench.count import task_flops
 from fedprophet.bench.synthetic import sizes_of, synthetic
 from fedprophet.cascade.cost import ChainCost
-from fedprophet.config.config import Config, load_config
+from fedprophet.config.config import Config
+from fedprophet.config.load import load_config
 from fedprophet.data.dataset import Dataset
 from fedprophet.engines import ENGINES
 from fedprophet.errors import ConfigError, unknown
-from fedprophet.messages.task import ClientTask, ClientUpdate
-from fedprophet.methods.base import named
-from fedprophet.methods.fedprophet import CascadeState, FedProphet, Fixed
+from fedprophet.messages.answers import Answer, Evaluated, Trained
+from fedprophet.messages.tasks import Evaluate, Task, Train
+from fedprophet.methods.fedprophet import CascadeState, FedProphet, Fixed, PerturbationSettings
+from fedprophet.methods.world import named
 from fedprophet.runs.session import Session, assemble
-from fedprophet.server.coordinator import Engine, hold
+from fedprophet.server.coordinator import Engine, play_round
 from fedprophet.server.perturbation import Perturbation
 
 PLAIN, WORKERS, CUDA = "plain", "workers", "cuda"
 ONE_THREAD = "plain-1"
-"""The plain loop with one thread: where layers are narrow, more threads can take longer."""
+"""The plain loop with one thread: if layers are narrow, more threads can be slower."""
 PLAIN_SIDES = (PLAIN, ONE_THREAD)
 TRAINING, WARMUP, EVALUATION = "training", "warm-up training", "evaluation"
 PARTS = (TRAINING, WARMUP, EVALUATION)
-"""What is timed: training under attack, the same without an attack (the first rounds of a stage), and evaluation."""
+"""What is timed: training under attack, training without attack (the first rounds of a stage), and evaluation."""
 METHODS = ("jfat", "fedprophet")
 
 Watch = Callable[[str], None]
-"""Is told what is being measured."""
+"""Called with what is being measured."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured: `stages` are counted from 0 (None: all), `limit` is in seconds, `engines` in their order."""
+    """What is measured: `stages` count from 0 (None: all), no round starts after `limit` seconds of a case."""
 
     preset: str
     overrides: tuple[str, ...] = ()
@@ -58,8 +61,8 @@ class Settings:
         return load_config(self.preset, [*self.overrides, f"method={method}"])
 
     def measured(self, method: str, engine: str) -> Config:
-        """Return the configuration of a session whose every round is attacked and evaluated, and ends no stage."""
-        # A worker for each core, whatever torch takes as its own number of threads.
+        """Return the configuration of a session in which every round is attacked and evaluated and no stage ends."""
+        # One worker per core, whatever number of threads torch chooses.
         threads = {WORKERS: machine.cores(), ONE_THREAD: 1}
         cores = (f"threads={threads[engine]}",) if engine in threads else ()
         steady = ("train.warmup=0", "convergence.gate=0", "evaluate.every=1", f"rounds={self.repeat + 1}")
@@ -74,13 +77,18 @@ class Case:
     method: str
     stage: int | None = None
 
+    @property
+    def number(self) -> int | None:
+        """The stage, counted from 1."""
+        return None if self.stage is None else self.stage + 1
+
     def __str__(self) -> str:
-        return self.method if self.stage is None else f"{self.method} stage {self.stage + 1}"
+        return self.method if self.stage is None else f"{self.method} stage {self.number}"
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One piece of work of one round; `first` are the seconds of doing it before, all of it or (plain) a part."""
+    """One part of one round. `first`: the seconds of the untimed work before, all of it or (plain) some."""
 
     round: int
     tasks: int
@@ -91,10 +99,10 @@ class Sample:
 
 
 @dataclass
-class Measured:
-    """A case on an engine: the samples of each part, and the seconds of each round that the server itself took.
+class CaseResult:
+    """A case on an engine: the samples of each part, and the server's own seconds in each round.
 
-    `stages` is how many the method has.
+    `stages` is the number of stages of the method.
     """
 
     case: Case
@@ -107,26 +115,26 @@ class Measured:
 
 
 def fast_engine() -> str | None:
-    """Return the fast engine of this machine; None where there is none."""
+    """Return the fast engine of this machine; None if there is none."""
     name = CUDA if machine.has_gpu() else WORKERS
     return name if name in ENGINES else None
 
 
 def plain_sides(overrides: Sequence[str]) -> tuple[str, ...]:
-    """Return the plain loops that a fast engine has to beat: with torch's threads and, on several cores, with one."""
+    """Return the plain loops to beat: with torch's threads and, on several cores, with one thread."""
     chosen = any(text.partition("=")[0].strip() == "threads" for text in overrides)
     return (PLAIN,) if chosen or machine.has_gpu() or torch.get_num_threads() == 1 else PLAIN_SIDES
 
 
 def check_engine(name: str) -> str:
-    """Return the name of an engine; ConfigError where there is none of that name."""
+    """Return the name of an engine; raise ConfigError if it is unknown."""
     if name not in ENGINES:
         raise ConfigError(f"--engine: {unknown('engine', name, ENGINES)}")
     return name
 
 
 def dataset_of(settings: Settings) -> Dataset | None:
-    """Return random images of the preset's shape; None where the preset's own data is to be used."""
+    """Return random images of the preset's shape; None if the preset's own data is used."""
     if settings.real_data:
         return None
     config = settings.config(settings.methods[0])
@@ -154,48 +162,44 @@ def measure(
     cases: Sequence[Case],
     dataset: Dataset | None,
     watch: Watch,
-    done: Callable[[Sequence[Measured]], None] = lambda found: None,
-) -> list[Measured]:
-    """Measure every case on every engine; `done` is shown all that there is after each of them.
+    done: Callable[[Sequence[CaseResult]], None] = lambda found: None,
+) -> list[CaseResult]:
+    """Measure every case on every engine; `done` gets all results so far after each of them.
 
-    A Ctrl-C ends the measurement, and what was measured before is returned.
+    Ctrl-C ends the measurement; the results so far are returned.
     """
-    threads = torch.get_num_threads()
-    found: list[Measured] = []
+    found: list[CaseResult] = []
     try:
-        for case in cases:
-            for engine in settings.engines:
-                watch(f"{case}, {engine}")
+        for case, engine in itertools.product(cases, settings.engines):
+            watch(f"{case}, {engine}")
+            with machine.threads(torch.get_num_threads()):  # an engine may change them
                 found.append(_measure_case(settings, case, engine, dataset, watch))
-                done(found)
-                torch.set_num_threads(threads)
+            done(found)
     except KeyboardInterrupt:
         if not found:
             raise
-    finally:
-        torch.set_num_threads(threads)
     return found
 
 
-def _measure_case(settings: Settings, case: Case, engine: str, dataset: Dataset | None, watch: Watch) -> Measured:
-    measured = Measured(case, engine)
+def _measure_case(settings: Settings, case: Case, engine: str, dataset: Dataset | None, watch: Watch) -> CaseResult:
+    measured = CaseResult(case, engine)
     try:
         _play(settings, measured, dataset, watch)
     except (torch.OutOfMemoryError, MemoryError) as error:
-        measured.failure = f"out of memory: {str(error).splitlines()[0] if str(error) else 'no more could be had'}"
-    # What the case held must not count in the next one's memory.
+        measured.failure = f"out of memory: {(str(error) or 'an allocation failed').splitlines()[0]}"
+    # The memory of this case must not count for the next one.
     gc.collect()
     if machine.has_gpu():
         torch.cuda.empty_cache()
     return measured
 
 
-def _play(settings: Settings, measured: Measured, dataset: Dataset | None, watch: Watch) -> None:
+def _play(settings: Settings, measured: CaseResult, dataset: Dataset | None, watch: Watch) -> None:
     session = assemble(settings.measured(measured.case.method, measured.engine), dataset=dataset)
     measured.stages = len(session.world.modules)
     try:
         if measured.engine in PLAIN_SIDES and machine.has_gpu():
-            # The plain loop is the same on any device: it runs where the model is.
+            # The plain loop runs on the device of the model.
             for part in (session.world.chain.model, session.normalize):
                 part.to("cuda")
         _play_rounds(session, settings, measured, watch)
@@ -203,16 +207,16 @@ def _play(settings: Settings, measured: Measured, dataset: Dataset | None, watch
         session.close()
 
 
-def _play_rounds(session: Session, settings: Settings, measured: Measured, watch: Watch) -> None:
-    """Play rounds until there are enough, or until the time is up."""
+def _play_rounds(session: Session, settings: Settings, measured: CaseResult, watch: Watch) -> None:
+    """Play the rounds, or as many as the limit allows."""
     state = start_of(session, measured.case)
     end = machine.now() + settings.limit
     for number in range(settings.repeat):
         watch(f"{measured.case}, {measured.engine}, round {number + 1} of {settings.repeat}")
         stopwatch = Stopwatch(session.engine, session.world.cost, short=measured.engine in PLAIN_SIDES)
         began = machine.now()
-        # Each round begins alike: a stage would end after some, and weights could drift.
-        _, record = hold(session.method.round(replace(state, round=number)), stopwatch)
+        # Every round starts from the same state: otherwise a stage might end, and weights could drift.
+        _, record = play_round(session.method.round(replace(state, round=number)), stopwatch)
         measured.server.append(machine.now() - began - stopwatch.spent)
         for part, sample in stopwatch.samples.items():
             measured.parts.setdefault(part, []).append(sample)
@@ -223,16 +227,16 @@ def _play_rounds(session: Session, settings: Settings, measured: Measured, watch
 
 
 def start_of(session: Session, case: Case) -> Any:
-    """Return a method's state before its first round, for a cascade at the start of the case's stage."""
+    """Return a method's first state; for a cascade, the state at the start of the case's stage."""
     state = session.method.initial()
     return state if case.stage is None else at_stage(session, state, case.stage)
 
 
 def at_stage(session: Session, state: CascadeState, stage: int) -> CascadeState:
-    """Return the state with the modules before a stage fixed as they are."""
+    """Return the state with all modules before a stage fixed as they are."""
     assert isinstance(session.method, FedProphet)
     world = session.world
-    alpha = world.config.perturbation.start
+    alpha = world.config.of(PerturbationSettings).start
     fixed = tuple(
         Fixed(
             0, 1.0, 1.0, 1.0, 1.0, world.frozen.add(named(state.model, world.chain.shared(module.first, module.last)))
@@ -244,10 +248,10 @@ def at_stage(session: Session, state: CascadeState, stage: int) -> CascadeState:
 
 
 class Stopwatch:
-    """An engine that does each piece of work twice, and times it the second time.
+    """An engine that does all work twice and times the second time.
 
-    `short`: the first time is cut short, to one local iteration or one client's evaluation, which is all that a loop
-    over clients needs to have everything loaded. `spent` are the seconds of everything that was carried out.
+    `short`: the first time is one local iteration, or one client's evaluation, which is enough to warm up a loop over
+    clients. `spent` is the time of all work.
     """
 
     def __init__(self, engine: Engine, cost: ChainCost, *, short: bool) -> None:
@@ -257,37 +261,42 @@ class Stopwatch:
         self.samples: dict[str, Sample] = {}
         self.spent = 0.0
 
-    def map(self, tasks: Iterable[ClientTask]) -> Iterator[ClientUpdate]:
+    def map(self, tasks: Iterable[Task]) -> Iterator[Answer]:
         """Carry tasks out; those that train or evaluate are timed."""
-        tasks = list(tasks)
-        kind = tasks[0].kind if tasks else None
-        if kind not in ("train", "evaluate"):
-            return self._engine.map(tasks)
+        asked = list(tasks)
+        timed = [task for task in asked if isinstance(task, Train | Evaluate)]
+        if not timed:
+            return self._engine.map(asked)
         began = machine.now()
-        if kind == "train":
-            self._time(WARMUP, [replace(task, threat=None) for task in tasks])
-        answers = self._time(TRAINING if kind == "train" else EVALUATION, tasks)
+        training = timed[0].kind == "train"
+        if training:
+            self._time(WARMUP, [replace(task, threat=None) for task in timed])
+        answers = self._time(TRAINING if training else EVALUATION, timed)
         self.spent += machine.now() - began
         return iter(answers)
 
-    def _time(self, part: str, tasks: list[ClientTask]) -> list[ClientUpdate]:
+    def _time(self, part: str, tasks: list[Train | Evaluate]) -> list[Answer]:
         first = machine.now()
         list(self._engine.map(_cut(tasks) if self._short else tasks))
-        # Workers may have been started in the meantime.
+        # The first time may have started workers.
         workers: Sequence[int] = getattr(self._engine, "processes", ())
         machine.forget_peak(workers)
         began = machine.now()
         answers = list(self._engine.map(tasks))
         seconds = machine.now() - began
-        samples = {(answer.client, answer.number): answer.metrics["samples"] for answer in answers}
-        flops = sum(task_flops(self._cost, task, int(samples[task.client, task.number])) for task in tasks)
+        samples = {
+            (answer.client, answer.number): answer.samples
+            for answer in answers
+            if isinstance(answer, Trained | Evaluated)
+        }
+        flops = sum(task_flops(self._cost, task, samples[task.client, task.number]) for task in tasks)
         peak = machine.peak_bytes(workers)
         self.samples[part] = Sample(tasks[0].round, len(tasks), seconds, flops, peak, began - first)
         return answers
 
 
-def _cut(tasks: list[ClientTask]) -> list[ClientTask]:
+def _cut(tasks: list[Train | Evaluate]) -> list[Train | Evaluate]:
     """Return the least work that loads everything that the tasks need."""
-    if tasks[0].kind == "evaluate":
+    if isinstance(tasks[0], Evaluate):
         return tasks[:1]
-    return [replace(task, training=replace(task.training, iterations=1)) for task in tasks if task.training]
+    return [replace(t, training=replace(t.training, iterations=1)) for t in tasks if isinstance(t, Train)]

@@ -1,4 +1,4 @@
-"""Random images of a dataset's shape: how long training takes does not depend on what they show."""
+"""Random images of a dataset's shape: the time of training does not depend on what they show."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -6,18 +6,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fedprophet.config.config import DataSection
 from fedprophet.data.dataset import Dataset, from_examples
+from fedprophet.data.registry import DataSettings
 from fedprophet.errors import ConfigError
 from fedprophet.randomness import generator
 
 POOL_BYTES = 16 * 2**20
-"""So much of images is drawn; a set has them again and again, which no engine notices."""
+"""Only this many bytes of images are drawn; a dataset repeats them, which no engine notices."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a dataset looks like from outside."""
+    """The shape of the images, and how many there are."""
 
     shape: tuple[int, ...]
     classes: int
@@ -33,7 +33,7 @@ SIZES: Mapping[str, Sizes] = {
 
 
 class SyntheticExamples:
-    """As many labelled images as asked for, out of a pool of random ones; classes follow each other."""
+    """Labelled images out of a pool of random ones, the classes in turn."""
 
     def __init__(self, sizes: Sizes, length: int, pool: Tensor) -> None:
         self._labels = torch.arange(length) % sizes.classes
@@ -50,15 +50,16 @@ class SyntheticExamples:
         return self._pool[indices % len(self._pool)].to(torch.float32).div_(255)
 
 
-def sizes_of(data: DataSection) -> Sizes:
+def sizes_of(data: DataSettings) -> Sizes:
     """Return the sizes of a configuration's dataset."""
     if data.name not in SIZES:
         raise ConfigError(
-            f"data.name = {data.name!r}: random images can stand for {', '.join(SIZES)} alone. "
+            f"data.name = {data.name!r}: random images can only replace {', '.join(SIZES)}. "
             "Measure with the dataset itself: --real-data"
         )
     sizes = SIZES[data.name]
-    return replace(sizes, shape=(*sizes.shape[:1], data.size, data.size)) if data.size else sizes
+    size = data.options.get("size")
+    return replace(sizes, shape=(*sizes.shape[:1], size, size)) if size else sizes
 
 
 def synthetic(sizes: Sizes, seed: int) -> Dataset:

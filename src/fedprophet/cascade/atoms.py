@@ -1,7 +1,7 @@
 """A model as a chain of atoms: the smallest pieces that a memory budget can be filled with.
 
 An atom owns no tensor: it runs a stretch of the model with the model's own layers, so outputs, gradients and
-state-dict names stay those of the model. `chain_of` finds the atoms by itself; `explicit_chain` takes the user's.
+state-dict names stay those of the model. `chain_of` finds the atoms; `explicit_chain` takes the user's.
 """
 
 from collections import Counter
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fedprophet.cascade.cut import Part, cut, inspect_module, kinds_of_part, label
 from fedprophet.cascade.operations import UNBOUNDED, Range
-from fedprophet.cascade.trace import REMEDY, Program, flags, is_constant
+from fedprophet.cascade.trace import REMEDY, TracedProgram, flags, is_constant
 from fedprophet.errors import ModelError, unknown
 from fedprophet.models.normalize import Normalize
 
@@ -27,8 +27,8 @@ class Body:
     `leaves` are the layers it calls. `writes_input` says that it works in place on the tensor it is given.
     """
 
-    train: Program | nn.Module
-    evaluate: Program | nn.Module
+    train: TracedProgram | nn.Module
+    evaluate: TracedProgram | nn.Module
     leaves: tuple[nn.Module, ...]
     writes_input: bool
 
@@ -60,7 +60,7 @@ class Atom(nn.Module):
             x = x.clone()
         work = self.body.train if self.training else self.body.evaluate
         with flags(self.reused, self.training) if self.reused else nullcontext():
-            result = work(x, self._values(work, x.device)) if isinstance(work, Program) else work(x)
+            result = work(x, self._values(work, x.device)) if isinstance(work, TracedProgram) else work(x)
         if not isinstance(result, Tensor):
             raise ModelError(f"atom {self.name!r} must return one tensor, not {type(result).__name__}. {REMEDY}")
         return result
@@ -70,7 +70,7 @@ class Atom(nn.Module):
 
     def _register_raw(self) -> None:
         """Let torch know the tensors that no layer holds as the atom's: for its parameters and for functional calls."""
-        programs = [work for work in (self.body.train, self.body.evaluate) if isinstance(work, Program)]
+        programs = [work for work in (self.body.train, self.body.evaluate) if isinstance(work, TracedProgram)]
         values = {attribute: program.value(attribute) for program in programs for attribute in program.attributes}
         for number, (attribute, value) in enumerate(values.items()):
             key = f"raw_{number}"
@@ -82,7 +82,7 @@ class Atom(nn.Module):
                 continue
             self._raw[attribute] = (key, value)
 
-    def _values(self, program: Program, device: torch.device) -> Iterator[Any]:
+    def _values(self, program: TracedProgram, device: torch.device) -> Iterator[Any]:
         for attribute in program.attributes:
             key, registered = self._raw.get(attribute, ("", None))
             own: Any = getattr(self, key) if key else None

@@ -183,7 +183,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _empty(tensor: Tensor) -> Tensor:
-    """Return a tensor of this shape without data; float32 whatever it was, as the cost model says."""
+    """Return a tensor of this shape without data; in float32, as the cost model says."""
     return torch.empty(tensor.shape, device="meta", dtype=torch.float32 if tensor.is_floating_point() else tensor.dtype)
 
 

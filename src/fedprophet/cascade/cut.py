@@ -22,7 +22,7 @@ from torch.fx import Node
 
 from fedprophet.cascade import operations
 from fedprophet.cascade.operations import Range
-from fedprophet.cascade.trace import Program, Traced, public_name, trace
+from fedprophet.cascade.trace import Traced, TracedProgram, public_name, trace
 from fedprophet.errors import ModelError
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -53,7 +53,7 @@ class Part:
     name: str
     labels: tuple[str, ...]
     bounds: Range
-    program: Program
+    program: TracedProgram
     tensors: frozenset[int]
     leaves: tuple[nn.Module, ...]
     writes_input: bool
@@ -138,7 +138,7 @@ def _leaves(traced: Traced, nodes: Iterable[Node]) -> tuple[nn.Module, ...]:
 
 
 def _writes(traced: Traced, nodes: Iterable[Node], start: Node) -> bool:
-    """Whether the nodes write to the memory of `start`, which belongs to whoever gave it."""
+    """Whether the nodes write to the memory of `start`, which belongs to the caller."""
     aliases = {start}
     for node in nodes:
         if aliases.isdisjoint(node.all_input_nodes):

@@ -42,12 +42,12 @@ def public_name(target: str) -> str:
 
 
 def is_constant(target: str) -> bool:
-    """Whether a name is that of a tensor which the trace itself found: it lives on the host, which nobody moves."""
+    """Whether a name is that of a tensor which the trace itself found: it lives on the host, which is never moved."""
     return "." not in target
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
+class TracedProgram:
     """A stretch of a traced model. It is called with its input and the values of its `attributes`, which are what it
     reads from the model besides its layers: raw parameters and buffers, by their names at the host.
     """
@@ -57,7 +57,7 @@ class Program:
     attributes: tuple[str, ...]
 
     def __call__(self, x: Tensor, values: Iterable[Any]) -> Any:
-        # Straight to forward: nobody hooks this module, and small models feel the detour.
+        # Straight to forward: this module has no hooks, and in small models the detour costs time.
         return self.code.forward(x, *values)
 
     def value(self, attribute: str) -> Any:
@@ -88,7 +88,7 @@ class Traced:
         return self.host.get_submodule(str(node.target))
 
     def tensors_of(self, node: Node) -> tuple[Tensor, ...]:
-        """Return the parameters and buffers that a node reads from the model by itself."""
+        """Return the parameters and buffers that a node itself reads from the model."""
         if node.op not in ("call_module", "get_attr") or (node.op == "get_attr" and is_constant(str(node.target))):
             return ()
         held = operator.attrgetter(str(node.target))(self.host)
@@ -96,7 +96,7 @@ class Traced:
             return (*held.parameters(), *held.buffers())
         return (held,) if isinstance(held, Tensor) else ()
 
-    def program(self, nodes: Iterable[Node], start: Node, end: Node) -> Program:
+    def program(self, nodes: Iterable[Node], start: Node, end: Node) -> TracedProgram:
         """Return the program that computes `end` from `start` with the given nodes."""
         graph = fx.Graph()
         copies = {start: graph.placeholder("x")}
@@ -107,7 +107,9 @@ class Traced:
         for node in nodes:
             copies[node] = graph.node_copy(node, copies.__getitem__)
         graph.output(copies[end])
-        return Program(fx.GraphModule(self.host, graph), self.host, tuple(str(node.target) for node in attributes))
+        return TracedProgram(
+            fx.GraphModule(self.host, graph), self.host, tuple(str(node.target) for node in attributes)
+        )
 
 
 def trace(model: nn.Module, training: bool) -> Traced:
@@ -137,7 +139,7 @@ def trace(model: nn.Module, training: bool) -> Traced:
 
 
 class _Tracer(fx.Tracer):
-    """Keeps torch's own layers whole, looks into everybody else's, and leaves no tensor of the model frozen in."""
+    """Keeps torch's own layers whole, looks into all others, and leaves no tensor of the model frozen in."""
 
     def __init__(self, host: Host) -> None:
         super().__init__()
@@ -222,7 +224,7 @@ def _check_inputs(model: nn.Module) -> None:
 
 @contextmanager
 def _undisturbed(model: nn.Module, training: bool) -> Iterator[None]:
-    """Set the mode of the whole model, and put back afterwards whatever its forward assigned to its modules."""
+    """Set the mode of the whole model, and undo afterwards what its forward assigned to its modules."""
     found = [(module, dict(module.__dict__)) for module in model.modules()]
     try:
         with flags(tuple(model.modules()), training):

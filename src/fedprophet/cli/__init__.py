@@ -1,13 +1,11 @@
-"""The command line. Commands raise errors; `main` alone turns them into a sentence and an exit code."""
+"""The command line. Commands raise errors; only `main` turns them into a sentence and an exit code."""
 
 import errno
-import json
 import sys
+from collections.abc import Mapping
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from fedprophet.cli.bench import bench_command
 from fedprophet.cli.compare import compare_command
@@ -18,12 +16,16 @@ from fedprophet.cli.evaluate import evaluate_command, export_command
 from fedprophet.cli.fleet import fleet_app
 from fedprophet.cli.help_text import make_plain
 from fedprophet.cli.latency import latency_command
+from fedprophet.cli.options import AsJson, print_listing
 from fedprophet.cli.partition import partition_command
 from fedprophet.cli.train import train_command
+from fedprophet.config.choices import engines
+from fedprophet.data import DATASETS
 from fedprophet.errors import FedProphetError
 from fedprophet.methods import METHODS
 from fedprophet.models import MODELS
 from fedprophet.runs.run import RunStoppedError
+from fedprophet.server.rules import RULES
 from fedprophet.version import __version__
 
 app = typer.Typer(
@@ -45,33 +47,25 @@ app.add_typer(data_app, name="data")
 app.add_typer(deploy_app, name="deploy")
 app.add_typer(config_app, name="config")
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+REGISTRIES: Mapping[str, Mapping[str, str]] = {
+    "methods": {name: entry.help for name, entry in METHODS.items()},
+    "models": {name: entry.help for name, entry in MODELS.items()},
+    "datasets": {name: entry.help for name, entry in DATASETS.items()},
+    "engines": engines(),
+    "rules": {name: entry.help for name, entry in RULES.items()},
+}
+"""What can be listed: names, each with its line of help."""
 
 
-@app.command("methods")
-def methods_command(json_: Json = False) -> None:
-    """List the training methods. Example: fedprophet methods"""
-    _listing({name: entry.summary for name, entry in METHODS.items()}, json_)
+def _add_listing(what: str, entries: Mapping[str, str]) -> None:
+    def listing(json_: AsJson = False) -> None:
+        print_listing(entries, json_)
+
+    app.command(what, help=f"List the {what}. Example: fedprophet {what}")(listing)
 
 
-@app.command("models")
-def models_command(json_: Json = False) -> None:
-    """List the models of the registry. Example: fedprophet models"""
-    _listing({name: entry.description for name, entry in MODELS.items()}, json_)
-
-
-def _listing(entries: dict[str, str], as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(entries, indent=2))
-        return
-    console, width = Console(), max(map(len, entries))
-    if not console.is_terminal:
-        typer.echo("\n".join(f"{name:{width}}  {text}" for name, text in entries.items()))
-        return
-    table = Table.grid(padding=(0, 2))
-    for name, text in entries.items():
-        table.add_row(name, text)
-    console.print(table)
+for _what, _entries in REGISTRIES.items():
+    _add_listing(_what, _entries)
 
 
 def _version(wanted: bool) -> None:
@@ -82,18 +76,20 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="The version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     pass
 
 
 make_plain(app)
 
-_ROOM, _RIGHTS, _PATH = "Make room there", "Correct its permissions or give another folder", "Give another path"
-MENDABLE = {
-    errno.ENOSPC: _ROOM,
-    errno.EDQUOT: _ROOM,
-    errno.EFBIG: _ROOM,
+_SPACE, _RIGHTS, _PATH = "Free some space there", "Correct its permissions or give another folder", "Give another path"
+SYSTEM_ADVICE = {
+    errno.ENOSPC: _SPACE,
+    errno.EDQUOT: _SPACE,
+    errno.EFBIG: _SPACE,
     errno.EACCES: _RIGHTS,
     errno.EPERM: _RIGHTS,
     errno.EROFS: _RIGHTS,
@@ -102,25 +98,25 @@ MENDABLE = {
     errno.EISDIR: _PATH,
     errno.ELOOP: _PATH,
 }
-"""What to do about the system's errors that are no defect of ours."""
+"""What to do about errors of the system that are not defects of the program."""
 
 
 def main() -> None:
-    """Run the command line: exit code 0 for success, 2 for what the user can mend, 130 for Ctrl-C."""
+    """Run the command line. Exit code 0: success; 2: an error that the user can correct; 130: Ctrl-C."""
     try:
         app()
     except RunStoppedError as stop:
-        _say(str(stop), 130)
+        _exit(str(stop), 130)
     except FedProphetError as error:
-        _say(f"error: {error}", 2)
+        _exit(f"error: {error}", 2)
     except KeyboardInterrupt:
-        _say("stopped", 130)
+        _exit("stopped", 130)
     except OSError as error:
-        if error.errno not in MENDABLE:
+        if error.errno not in SYSTEM_ADVICE:
             raise
-        _say(f"error: {error.filename or 'a file'}: {error.strerror}. {MENDABLE[error.errno]}", 2)
+        _exit(f"error: {error.filename or 'a file'}: {error.strerror}. {SYSTEM_ADVICE[error.errno]}", 2)
 
 
-def _say(text: str, code: int) -> None:
+def _exit(text: str, code: int) -> None:
     print(text, file=sys.stderr)
     sys.exit(code)

@@ -1,15 +1,15 @@
-"""`fedprophet data`: look at the files of a dataset, and fetch them."""
+"""`fedprophet data`: check the files of a dataset, and download them."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from fedprophet.data import DATASETS, data_options, find_dataset
-from fedprophet.data.options import DEFAULT_ROOT, DataOptions, Findings
+from fedprophet import data
+from fedprophet.cli.options import AsJson, print_json
+from fedprophet.data.registry import DATASETS, DEFAULT_ROOT, Findings, find_dataset
 
-data_app = typer.Typer(help="Look at the files of datasets, and fetch them.", no_args_is_help=True)
+data_app = typer.Typer(help="Check the files of datasets, and download them.", no_args_is_help=True)
 
 Name = Annotated[str, typer.Argument(metavar="DATASET", help=f"One of {', '.join(DATASETS)}.")]
 
@@ -17,20 +17,20 @@ Name = Annotated[str, typer.Argument(metavar="DATASET", help=f"One of {', '.join
 @data_app.command()
 def check(
     name: Name,
-    root: Annotated[Path | None, typer.Option(help=f"Folder of its files. Default: {DEFAULT_ROOT}")] = None,
-    size: Annotated[int | None, typer.Option(help="Image folders: side of the images in pixels.")] = None,
-    test_per_class: Annotated[int | None, typer.Option(help="Image folders: test images of each class.")] = None,
-    cache: Annotated[Path | None, typer.Option(help="Image folders: where decoded images are kept.")] = None,
-    json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    root: Annotated[Path | None, typer.Option(help=f"The folder of its files. Default: {DEFAULT_ROOT}")] = None,
+    size: Annotated[int | None, typer.Option(help="For image folders: the side of the images in pixels.")] = None,
+    test_per_class: Annotated[int | None, typer.Option(help="For image folders: test images per class.")] = None,
+    cache: Annotated[Path | None, typer.Option(help="For image folders: where decoded images are kept.")] = None,
+    json_: AsJson = False,
 ) -> None:
-    """Say what is there of a dataset and what is missing; exit code 2 where it is not complete.
+    """Say whether a dataset is complete and what is missing; exit code 2 if it is not complete.
 
     Example: fedprophet data check cifar10 --root data
     """
-    options = data_options(name, root, size=size, test_per_class=test_per_class, cache=cache)
-    findings = find_dataset(name).check(options)
+    given = {"size": size, "test_per_class": test_per_class, "cache": cache}
+    findings = data.check(name, root, **{option: value for option, value in given.items() if value is not None})
     if json_:
-        typer.echo(json.dumps(_document(name, options, findings), indent=2))
+        print_json(_document(name, root, findings))
     else:
         typer.echo("\n".join(_lines(name, findings)))
     if not findings.complete:
@@ -40,19 +40,19 @@ def check(
 @data_app.command()
 def get(
     name: Name,
-    root: Annotated[Path, typer.Option(help="The folder to put it in.")] = DEFAULT_ROOT,
+    root: Annotated[Path, typer.Option(help="The folder to download to.")] = DEFAULT_ROOT,
 ) -> None:
-    """Fetch a published dataset and verify it; a broken download is continued.
+    """Download a dataset and verify it; an interrupted download continues.
 
     Example: fedprophet data get cifar10 --root data
     """
     typer.echo(find_dataset(name).get(root.expanduser()))
 
 
-def _document(name: str, options: DataOptions, findings: Findings) -> dict[str, Any]:
+def _document(name: str, root: Path | None, findings: Findings) -> dict[str, Any]:
     return {
         "dataset": name,
-        "root": None if options.root is None else str(options.root),
+        "root": None if root is None else str(root.expanduser()),
         "found": None if findings.found is None else str(findings.found),
         "complete": findings.complete,
         "problems": list(findings.problems),
@@ -70,7 +70,7 @@ def _lines(name: str, findings: Findings) -> list[str]:
     where = f" in {findings.found}" if findings.found else ""
     lines = [f"{name}: {'complete' if findings.complete else 'not complete'}{where}"]
     lines += [f"  {file}: {status}" for file, status in findings.files.items()]
-    # What a file's own line says already needs no second one.
+    # A problem that a file's own line states is not repeated.
     said = {f"{file} {status}" for file, status in findings.files.items()}
     lines += [f"  {problem}" for problem in findings.problems if problem not in said]
     if findings.images:

@@ -1,6 +1,5 @@
-"""`fedprophet fleet`: look at device pools and at the fleets that are drawn from them."""
+"""`fedprophet fleet`: look at device pools and at the fleets drawn from them."""
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,16 +7,17 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from rich.console import Console
-from rich.table import Table
 
+from fedprophet.cli.options import print_json
+from fedprophet.display.numbers import percent
+from fedprophet.display.tables import Column, Page, Table, show
 from fedprophet.fleet.availability import SHARES, Availability, device_probabilities, draw_device
 from fedprophet.fleet.device import POOLS, Device, Pool, load_pool, pool_text
-from fedprophet.messages.task import Resources
+from fedprophet.messages.values import Resources
 from fedprophet.sizes import format_count, format_size, parse_size
 
 fleet_app = typer.Typer(
-    help="Look at device pools: which devices, how likely, what they can spare.", no_args_is_help=True
+    help="Look at device pools: which devices, how likely, what they have available.", no_args_is_help=True
 )
 QUANTILES = {"lowest": 0.0, "10%": 0.1, "25%": 0.25, "median": 0.5, "75%": 0.75, "90%": 0.9, "highest": 1.0}
 ROUND = 1
@@ -25,20 +25,20 @@ ROUND = 1
 
 @dataclass(frozen=True)
 class Sample:
-    """How many of a run's clients have which device, and what each client can spare in the first round."""
+    """How many clients have which device, and what is available on each client in the first round."""
 
     clients: Mapping[Device, int]
     available: Sequence[Resources]
 
     def quantiles(self, what: str) -> dict[str, float]:
-        """Return the quantiles of what is available: memory in bytes or performance in FLOP/s."""
+        """Return the quantiles of the available memory in bytes or performance in FLOP/s."""
         values = [getattr(resources, what) for resources in self.available]
         return {name: float(np.quantile(values, share)) for name, share in QUANTILES.items()}
 
 
 @fleet_app.callback()
 def _fleet() -> None:
-    """Keep `show` a command of its own, though it is the only one."""
+    """Keep `show` a command of its own, although it is the only one."""
 
 
 @fleet_app.command("show")
@@ -46,19 +46,19 @@ def show_command(
     pool: Annotated[str, typer.Argument(help=f"One of {', '.join(sorted(POOLS))}, or the path of a .toml file.")],
     clients: Annotated[int, typer.Option(help="Clients to draw.", min=1)] = 100,
     exponent: Annotated[
-        float, typer.Option(help="Devices are drawn ∝ (performance · memory)^exponent; 0: all alike.")
+        float, typer.Option(help="Devices are drawn ∝ (performance · memory)^exponent; 0: all equally likely.")
     ] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of the run.", min=0)] = 0,
     performance: Annotated[
-        str, typer.Option(help=f"How free performance is drawn, as in fleet.performance: {', '.join(SHARES)}.")
+        str, typer.Option(help=f"How available performance is drawn, as in fleet.performance: {', '.join(SHARES)}.")
     ] = "uniform",
     budget: Annotated[
-        str | None, typer.Option(help="Memory that every client can spare at any time: 60MB, 64MiB or bytes.")
+        str | None, typer.Option(help="Memory that is always available on every client: 60MB, 64MiB or bytes.")
     ] = None,
     toml: Annotated[bool, typer.Option("--toml", help="Print the pool's TOML file, to copy and edit.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON: bytes, FLOP/s, bytes/s.")] = False,
 ) -> None:
-    """Show the devices of a pool, and what the clients of a run with this seed have and can spare in its first round.
+    """Show a pool's devices, and the devices and available resources of a run's clients in its first round.
 
     Examples: fedprophet fleet show cifar10 --exponent=-1     fedprophet fleet show cifar10 --toml > mine.toml
     """
@@ -77,9 +77,9 @@ def show_command(
         "budget_bytes": minimum,
     }
     if json_:
-        typer.echo(json.dumps(_document(found, settings, sample), indent=2))
+        print_json(_document(found, settings, sample))
     else:
-        _show(found, settings, sample)
+        show(_page(found, settings, sample))
 
 
 def _draw(pool: Pool, clients: int, exponent: float, seed: int, availability: Availability, minimum: int) -> Sample:
@@ -109,40 +109,40 @@ def _document(pool: Pool, settings: dict[str, Any], sample: Sample) -> dict[str,
     }
 
 
-def _show(pool: Pool, settings: dict[str, Any], sample: Sample) -> None:
-    console, exponent = Console(highlight=False), settings["exponent"]
-    devices = Table(title=f"Device pool {pool.name}, exponent {exponent:g}", caption=pool.description)
-    devices.add_column("Device")
-    for heading in ("Performance", "Memory", "Storage", "Probability", "Clients"):
-        devices.add_column(heading, justify="right", no_wrap=True)
-    for device, probability in zip(pool.devices, device_probabilities(pool, exponent), strict=True):
-        devices.add_row(
-            device.name,
-            _flops(device.performance),
-            format_size(device.memory),
-            f"{format_size(round(device.bandwidth))}/s",
-            f"{probability:.1%}",
-            str(sample.clients[device]),
-        )
-    console.print(devices)
-    free = Table(title=f"What {len(sample.available)} clients can spare")
-    for heading in ("Quantile", "Performance", "Memory"):
-        free.add_column(heading, justify="right", no_wrap=True)
+def _page(pool: Pool, settings: dict[str, Any], sample: Sample) -> Page:
+    exponent, budget = settings["exponent"], settings["budget_bytes"]
+    columns = (
+        Column("Device"),
+        Column("Performance", form=_flops),
+        Column("Memory", form=format_size),
+        Column("Storage", form=lambda rate: f"{format_size(round(rate))}/s"),
+        Column("Probability", form=percent),
+        Column("Clients"),
+    )
+    devices = (
+        (device.name, device.performance, device.memory, device.bandwidth, probability, sample.clients[device])
+        for device, probability in zip(pool.devices, device_probabilities(pool, exponent), strict=True)
+    )
     performance, memory = sample.quantiles("performance"), sample.quantiles("memory")
-    for name in QUANTILES:
-        free.add_row(name, _flops(performance[name]), format_size(round(memory[name])))
-    console.print(free)
-    console.print(_which(settings), soft_wrap=True)
-
-
-def _which(settings: dict[str, Any]) -> str:
-    """Say which draw this is: everything that decides it, but for the pool and the number of clients."""
-    budget = settings["budget_bytes"]
-    return (
-        f"Drawn with seed {settings['seed']} for round {settings['round']}, exponent {settings['exponent']:g}, "
+    free = tuple((name, performance[name], memory[name]) for name in QUANTILES)
+    quantiles = (Column("Quantile"), Column("Performance", form=_flops), Column("Memory", form=_size))
+    draw = (
+        f"Drawn with seed {settings['seed']} for round {settings['round']}, exponent {exponent:g}, "
         f"performance {settings['performance']}, {f'budget {format_size(budget)}' if budget else 'no budget'}."
+    )
+    return Page(
+        f"Device pool {pool.name}, exponent {exponent:g}",
+        (
+            Table("Devices", columns, tuple(devices)),
+            Table(f"Available on {len(sample.available)} clients", quantiles, free),
+        ),
+        notes=(*([pool.description] if pool.description else []), draw),
     )
 
 
 def _flops(performance: float) -> str:
     return f"{format_count(round(performance))}FLOPS"
+
+
+def _size(size: float) -> str:
+    return format_size(round(size))

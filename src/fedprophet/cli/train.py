@@ -1,6 +1,5 @@
-"""`fedprophet train`: start a run, or go on with one."""
+"""`fedprophet train`: start a run, or resume one."""
 
-import json
 import signal
 from pathlib import Path
 from typing import Annotated
@@ -8,28 +7,29 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from fedprophet.config.config import load_config
-from fedprophet.display.progress import closing_table, observer_for
+from fedprophet.cli.options import MethodName, Overrides, print_json, with_method
+from fedprophet.config.load import load_config
+from fedprophet.display.progress import observer_for
+from fedprophet.display.summary import closing_table
 from fedprophet.errors import ConfigError
-from fedprophet.runs.run import Run, play, reopen, start
+from fedprophet.runs.play import play
+from fedprophet.runs.run import Run, reopen, start
 
 
 def train_command(
     preset: Annotated[str | None, typer.Argument(help="A preset's name or a TOML file. Default: digits.")] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one key; may be repeated.")
-    ] = None,
-    method: Annotated[str | None, typer.Option(help="Short for --set method=…; fedprophet methods lists them.")] = None,
+    settings: Overrides = None,
+    method: MethodName = None,
     engine: Annotated[
         str | None, typer.Option(help="Short for --set engine=…: auto, plain, workers, cuda or flower-sim.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The run's folder. Default: runs/NAME here.")] = None,
-    resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Go on with a run that was stopped.")] = None,
+    resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Resume a run that was stopped.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the closing summary as JSON.")] = False,
 ) -> None:
-    """Train a robust model with a fleet of memory-poor clients.
+    """Train a robust model on a fleet of clients with little memory.
 
-    Without arguments it trains on scikit-learn's digits, in under three minutes on two cores.
+    Without arguments it trains on scikit-learn's digits, in less than three minutes on two cores.
 
     Examples:
 
@@ -43,14 +43,13 @@ def train_command(
 
       fedprophet train digits --engine flower-sim
     """
-    # A polite kill is a Ctrl-C: a checkpoint is written before the process ends.
+    # SIGTERM is treated like Ctrl-C: a checkpoint is written before the process ends.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    short = [f"{key}={value}" for key, value in {"method": method, "engine": engine}.items() if value]
-    run = _open(preset, [*(settings or []), *short], out, resume)
+    run = _open(preset, with_method(settings, method=method, engine=engine), out, resume)
     with observer_for(Console(stderr=json_)) as observer:
         results = play(run, observer)
     if json_:
-        typer.echo(json.dumps(results, indent=2))
+        print_json(results)
     else:
         closing_table(results, run.files.path, Console())
 
@@ -59,5 +58,7 @@ def _open(preset: str | None, overrides: list[str], out: Path | None, resume: Pa
     if resume is None:
         return start(load_config(preset, overrides), out)
     if preset is not None or overrides or out is not None:
-        raise ConfigError("--resume goes on with a run exactly as it was started: it takes no preset, --set or --out")
+        raise ConfigError(
+            "--resume continues a run exactly as it was started: leave out the preset and all other options but --json"
+        )
     return reopen(resume)

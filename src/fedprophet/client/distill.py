@@ -4,32 +4,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedprophet.client.segment import Segment
+from fedprophet.client.part import ModelPart
 from fedprophet.client.trainer import descend
 from fedprophet.data.dataset import LocalExamples
-from fedprophet.messages.task import ClientTask
+from fedprophet.messages.tasks import Distill, Predict
 from fedprophet.randomness import key, seed_global
 
 
-def predict(task: ClientTask, segment: Segment, examples: LocalExamples) -> Tensor:
+def predict(task: Predict, part: ModelPart, examples: LocalExamples) -> Tensor:
     """Return the class scores of every sample."""
-    with torch.no_grad(), segment.still():
-        parts = torch.split(torch.arange(len(examples)), task.batch)
-        return torch.cat([segment.logits(segment.take(examples.fetch(part))) for part in parts])
+    with torch.no_grad(), part.still():
+        batches = torch.split(torch.arange(len(examples)), task.batch)
+        return torch.cat([part.logits(part.take(examples.fetch(batch))) for batch in batches])
 
 
-def distill(task: ClientTask, segment: Segment, examples: LocalExamples) -> float:
-    """Train the segment in place on the task's targets; return the mean loss of the iterations."""
-    device = segment.chain.device
+def distill(task: Distill, part: ModelPart, examples: LocalExamples) -> float:
+    """Train the part in place on the task's targets; return the mean loss of the iterations."""
+    device = part.chain.device
 
     def loss_of(iteration: int, batch: Tensor) -> Tensor:
         seed_global(key(task.seed, "dropout", task.round, task.client, task.number, iteration))
-        with segment.mode(training=len(batch) > 1):
-            logits = segment.logits(segment.take(examples.fetch(batch)))
+        with part.mode(training=len(batch) > 1):
+            logits = part.logits(part.take(examples.fetch(batch)))
         targets = {name: value[batch.to(value.device)].to(device) for name, value in task.targets.items()}
         return distillation_losses(logits, targets).mean()
 
-    return descend(task, segment, len(examples), loss_of)
+    return descend(task, part, len(examples), loss_of)
 
 
 def distillation_losses(logits: Tensor, targets: dict[str, Tensor]) -> Tensor:

@@ -2,26 +2,28 @@
 
 import shutil
 import tempfile
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from contextlib import suppress
 from pathlib import Path
 
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from fedprophet.storage.bounded import BoundedCache
+
 
 class FeatureCache:
     """Feature tensors by key (client, digests of the prefix, version of the client's own layers).
 
-    At most `memory_limit` bytes stay in memory; what has to leave goes to disk, up to `disk_limit` bytes, and what has
-    to leave there is computed again when it is asked for. Nothing in it outlives the process.
+    At most `memory_limit` bytes stay in memory. What has to leave goes to disk, up to `disk_limit` bytes, and what has
+    to leave the disk is computed again when it is asked for. Nothing outlives the process.
     """
 
     def __init__(self, memory_limit: int, disk_limit: int) -> None:
         self._limits = memory_limit, disk_limit
-        self._memory: OrderedDict[Hashable, Tensor] = OrderedDict()
-        self._disk: OrderedDict[Hashable, tuple[Path, int]] = OrderedDict()
+        self._memory: BoundedCache[Hashable, Tensor] = BoundedCache(memory_limit, lambda f: f.nbytes, self._spill)
+        self._disk: BoundedCache[Hashable, tuple[Path, int]] = BoundedCache(
+            disk_limit, lambda file: file[1], lambda _, file: file[0].unlink()
+        )
         self._folder: Path | None = None
         self._written = 0
 
@@ -31,32 +33,22 @@ class FeatureCache:
         return FeatureCache(memory_limit // parts, disk_limit // parts)
 
     def get(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
-        """Return the features behind the key, from memory, from disk, or computed now."""
-        if key in self._memory:
-            self._memory.move_to_end(key)
-            return self._memory[key]
-        if key in self._disk:
-            path, _ = self._disk.pop(key)
-            features = load_file(path)["features"]
-            path.unlink()
-        else:
-            features = compute()
-        self._memory[key] = features
-        self._shrink()
+        """Return the features of a key, from memory, from disk, or computed now."""
+        features = self._memory.get(key)
+        if features is None:
+            file = self._disk.pop(key)
+            if file is None:
+                features = compute()
+            else:
+                features = load_file(file[0])["features"]
+                file[0].unlink()
+            self._memory.put(key, features)
         return features
 
-    def _shrink(self) -> None:
-        memory_limit, disk_limit = self._limits
-        while self.memory_bytes > memory_limit:
-            key, features = self._memory.popitem(last=False)
-            if features.nbytes <= disk_limit:
-                with suppress(OSError):  # a full disk loses nothing: they are computed again
-                    self._disk[key] = self._spill(features), features.nbytes
-        while self.disk_bytes > disk_limit:
-            _, (path, _) = self._disk.popitem(last=False)
-            path.unlink()
-
-    def _spill(self, features: Tensor) -> Path:
+    def _spill(self, key: Hashable, features: Tensor) -> None:
+        """Move features to the disk. If it is full nothing is lost: they are computed again."""
+        if features.nbytes > self._disk.limit:
+            return
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="fedprophet-features-"))
         self._written += 1
@@ -65,18 +57,18 @@ class FeatureCache:
             path.write_bytes(save({"features": features.contiguous()}))
         except OSError:
             path.unlink(missing_ok=True)
-            raise
-        return path
+        else:
+            self._disk.put(key, (path, features.nbytes))
 
     @property
     def memory_bytes(self) -> int:
         """How much is held in memory."""
-        return sum(features.nbytes for features in self._memory.values())
+        return self._memory.size
 
     @property
     def disk_bytes(self) -> int:
         """How much is held on disk."""
-        return sum(size for _, size in self._disk.values())
+        return self._disk.size
 
     def clear(self) -> None:
         """Forget everything and remove what is on disk."""

@@ -1,193 +1,138 @@
-"""One client carries out one task: the only place where a task meets data, and the same on every engine."""
+"""One client carries out one task, one client at a time: the plain way to compute, and the reference for the others.
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+A new kind of task registers its handler here.
+"""
+
+from collections.abc import Mapping
+from functools import singledispatch
 
 import torch
 from torch import Tensor
 
 from fedprophet.cascade.heads import build_head
 from fedprophet.client.distill import distill, predict
+from fedprophet.client.job import Client, Job
 from fedprophet.client.measure import evaluate, perturbation_magnitude
-from fedprophet.client.segment import Segment
+from fedprophet.client.part import ModelPart
 from fedprophet.client.statistics import TwoSets
 from fedprophet.client.subnetwork import narrowed
 from fedprophet.client.trainer import train
 from fedprophet.client.workspace import Workspace
-from fedprophet.data.dataset import ClientData
-from fedprophet.messages.modules import digest
-from fedprophet.messages.task import ClientTask, ClientUpdate, Resources, TaskKind
+from fedprophet.messages.answers import Adopted, Answer, Distilled, Evaluated, Measured, Predicted, Reported, Trained
+from fedprophet.messages.tasks import Adopt, Distill, Evaluate, Measure, ModelTask, Predict, Report, Task, Train
 from fedprophet.randomness import global_rng
 
-
-@dataclass(frozen=True)
-class Client:
-    """One client: its data, and what its device can spare in a given round."""
-
-    data: ClientData
-    resources: Callable[[int], Resources]
+__all__ = ["Client", "run_client"]
 
 
-def run_client(task: ClientTask, client: Client, workspace: Workspace) -> ClientUpdate:
+def run_client(task: Task, client: Client, workspace: Workspace) -> Answer:
     """Carry out one task and return what goes back to the server."""
-    if task.kept:
-        workspace = narrowed(workspace, task.kept)
-    own = workspace.layers.get(task.architecture, task.client, task.timeline, layers_before(task)) or {}
     with global_rng(task.seed, "client", task.round, task.client):
-        update = WORK[task.kind](task, client, workspace, own)
-    return replace(update, number=task.number)
+        return _run(task, Job(task, client, workspace))
 
 
-def layers_before(task: ClientTask) -> int:
-    """Return the round before which a client's own layers were made that a task starts from.
-
-    What a client trained in this very round counts for everything but training it, which may be a repetition.
-    """
-    return task.round if task.kind == "train" else task.round + 1
+@singledispatch
+def _run(task: Task, job: Job[Task]) -> Answer:
+    raise NotImplementedError(f"clients have no handler for a task of the class {type(task).__name__}")
 
 
-def _report(task: ClientTask, client: Client, workspace: Workspace, own: Mapping[str, Tensor]) -> ClientUpdate:
-    return ClientUpdate(
-        task.kind,
-        task.round,
-        task.client,
-        weight=shard_weight(client),
-        resources=client.resources(task.round),
-        local=dict(own) if task.wants_local else {},
-    )
+@_run.register
+def _report(task: Report, job: Job[Report]) -> Reported:
+    local = dict(job.own) if task.wants_local else {}
+    return Reported(**job.header, resources=job.client.resources(task.round), local=local)
 
 
-def _train(task: ClientTask, client: Client, workspace: Workspace, own: Mapping[str, Tensor]) -> ClientUpdate:
-    workspace.load(task, own)
+@_run.register
+def _adopt(task: Adopt, job: Job[Adopt]) -> Adopted:
+    job.store(task.parameters)
+    return Adopted(**job.header)
+
+
+@_run.register
+def _train(task: Train, job: Job[Train]) -> Trained:
+    workspace = _loaded(job)
     chain = workspace.chain
-    inputs, labels = _inputs(task, client, workspace, own), client.data.train.labels.to(workspace.device)
-    segment = _segment(task, workspace, inputs[:1])
-    both = TwoSets(chain, own) if task.adversarial_statistics else None
-    loss = train(task, segment, inputs, labels, both.observe if both else None)
+    inputs, labels = _inputs(job, workspace), job.client.data.train.labels.to(workspace.device)
+    part = _part(task, workspace, task.first, inputs[:1])
+    both = TwoSets(chain, job.own) if job.two_statistics else None
+    loss = train(task, part, inputs, labels, both.observe if both else None)
     trained = workspace.values(chain.shared(task.first, task.last))
-    if segment.head is not None:
-        trained |= {f"heads.{task.head}.{name}": p.detach().clone() for name, p in segment.head.named_parameters()}
-    kept = {**own, **workspace.values(chain.local(task.first, task.last)), **(both.kept() if both else {})}
-    # A client whose training diverged keeps its own layers as they were, and the server drops its update. The server
-    # does not see these layers: where they alone overflowed, the loss has to tell it.
-    if not _finite(kept):
-        loss = math.nan
-    if math.isfinite(loss) and _finite(trained):
-        workspace.layers.put(task.architecture, task.client, task.round, kept, task.timeline)
-    return ClientUpdate(
-        task.kind,
-        task.round,
-        task.client,
-        weight=shard_weight(client),
-        metrics={"loss": loss, "samples": float(len(labels))},
-        local=kept if task.wants_local else {},
-        parameters=trained,
-    )
+    if part.head is not None:
+        trained |= {f"heads.{task.head}.{name}": p.detach().clone() for name, p in part.head.named_parameters()}
+    local = workspace.values(chain.local(task.first, task.last)) | (both.kept() if both else {})
+    return job.trained(loss, trained, local, finite=_finite(trained) and _finite(local))
 
 
-def _evaluate(task: ClientTask, client: Client, workspace: Workspace, own: Mapping[str, Tensor]) -> ClientUpdate:
-    examples = client.data.validation
-    metrics: dict[str, float] = {"samples": 0.0}
-    if len(examples):
-        workspace.load(task, own)
-        whole = _segment(task, workspace, examples.fetch(torch.arange(1)), first=0)
-        if task.adversarial_statistics:
-            # Clean images keep the clean statistics; only what an attack makes of them is judged with the others.
-            clean = evaluate(replace(task, threat=None), whole, examples)
-            TwoSets(workspace.chain, own)
-            metrics = {**evaluate(task, whole, examples), "clean": clean["clean"]}
-        else:
-            metrics = evaluate(task, whole, examples)
-    return ClientUpdate(task.kind, task.round, task.client, weight=shard_weight(client), metrics=metrics)
+@_run.register
+def _evaluate(task: Evaluate, job: Job[Evaluate]) -> Evaluated:
+    examples = job.client.data.validation
+    if not len(job.held_out):
+        return job.evaluated(0, 0, {})
+    workspace = _loaded(job)
+    whole = _part(task, workspace, 0, examples.fetch(torch.arange(1)))
+    if not job.two_statistics:
+        return job.evaluated(*evaluate(task, whole, examples))
+    # Clean images keep the clean statistics; only what an attack makes of them is judged with the others.
+    clean, _, _ = evaluate(task, whole, examples, attacked=False)
+    TwoSets(workspace.chain, job.own)
+    return job.evaluated(clean, *evaluate(task, whole, examples)[1:])
 
 
-def _measure(task: ClientTask, client: Client, workspace: Workspace, own: Mapping[str, Tensor]) -> ClientUpdate:
-    workspace.load(task, own)
-    inputs = _inputs(task, client, workspace, own)
-    segment = workspace.segment(task.first, task.last)
-    return ClientUpdate(
-        task.kind,
-        task.round,
-        task.client,
-        weight=float(len(inputs)),
-        metrics=perturbation_magnitude(task, segment, inputs),
-    )
+@_run.register
+def _measure(task: Measure, job: Job[Measure]) -> Measured:
+    workspace = _loaded(job)
+    part = workspace.part(task.first, task.last)
+    return job.measured(perturbation_magnitude(task, part, _inputs(job, workspace)))
 
 
-def _predict(task: ClientTask, client: Client, workspace: Workspace, own: Mapping[str, Tensor]) -> ClientUpdate:
+@_run.register
+def _predict(task: Predict, job: Job[Predict]) -> Predicted:
     """Run a model that the server holds on the public samples, which are what the server may train on."""
-    workspace.load(task, own)
-    logits = predict(task, workspace.segment(task.first, task.last), client.data.train)
-    return ClientUpdate(task.kind, task.round, task.client, weight=shard_weight(client), parameters={"logits": logits})
+    part = _loaded(job).part(task.first, task.last)
+    return Predicted(**job.header, logits=predict(task, part, job.client.data.train))
 
 
-def _distill(task: ClientTask, client: Client, workspace: Workspace, own: Mapping[str, Tensor]) -> ClientUpdate:
-    workspace.load(task, own)
-    chain = workspace.chain
-    loss = distill(task, workspace.segment(task.first, task.last), client.data.train)
-    return ClientUpdate(
-        task.kind,
-        task.round,
-        task.client,
-        weight=shard_weight(client),
-        metrics={"loss": loss},
-        parameters=workspace.values((*chain.shared(), *chain.local())),
-    )
+@_run.register
+def _distill(task: Distill, job: Job[Distill]) -> Distilled:
+    workspace = _loaded(job)
+    loss = distill(task, workspace.part(task.first, task.last), job.client.data.train)
+    names = (*workspace.chain.shared(), *workspace.chain.local())
+    return Distilled(**job.header, loss=loss, parameters=workspace.values(names))
 
 
-def _adopt(task: ClientTask, client: Client, workspace: Workspace, own: Mapping[str, Tensor]) -> ClientUpdate:
-    """Take layers from the server as the client's own."""
-    workspace.layers.put(task.architecture, task.client, task.round, {**own, **task.parameters}, task.timeline)
-    return ClientUpdate(task.kind, task.round, task.client, weight=shard_weight(client))
+def _loaded(job: Job[ModelTask]) -> Workspace:
+    """Return the job's workspace with its model loaded; a sub-network has a workspace of its own."""
+    workspace = narrowed(job.workspace, job.kept_channels) if job.kept_channels else job.workspace
+    workspace.load(job.task, job.local)
+    return workspace
 
 
-Work = Callable[[ClientTask, Client, Workspace, Mapping[str, Tensor]], ClientUpdate]
-WORK: dict[TaskKind, Work] = {
-    "report": _report,
-    "train": _train,
-    "evaluate": _evaluate,
-    "measure": _measure,
-    "predict": _predict,
-    "distill": _distill,
-    "adopt": _adopt,
-}
-
-
-def _inputs(task: ClientTask, client: Client, workspace: Workspace, own: Mapping[str, Tensor]) -> Tensor:
+def _inputs(job: Job[ModelTask], workspace: Workspace) -> Tensor:
     """Return what atom `first` reads for each training sample: images, or the cached features of the frozen prefix."""
-    examples = client.data.train
+    examples = job.client.data.train
     everything = torch.arange(len(examples))
-    prefix = workspace.segment(0, task.first)
-    if not task.frozen:
+    prefix = workspace.part(0, job.task.first)
+    if not job.task.frozen:
         return prefix.take(examples.fetch(everything))
-    version = digest({name: own[name] for name in workspace.chain.local(0, task.first) if name in own})
 
     def compute() -> Tensor:
         with torch.no_grad(), prefix.still():
-            parts = torch.split(everything, task.batch)
+            parts = torch.split(everything, job.task.batch)
             return torch.cat([prefix.features(prefix.take(examples.fetch(part))) for part in parts])
 
-    digests = tuple(module.digest for module in task.frozen)
-    return prefix.take(workspace.features.get((task.client, digests, version), compute))
+    return prefix.take(workspace.features.get(job.features_key, compute))
 
 
-def _segment(task: ClientTask, workspace: Workspace, probe: Tensor, first: int | None = None) -> Segment:
-    """Return the task's segment with its exit; `probe` is one sample, whose feature gives the head its shape."""
-    start = task.first if first is None else first
-    body = workspace.segment(start, task.last)
+def _part(task: ModelTask, workspace: Workspace, first: int, probe: Tensor) -> ModelPart:
+    """Return the part from atom `first` to the task's exit; `probe` is one sample, which gives the head its shape."""
+    body = workspace.part(first, task.last)
     if task.head is None:
         return body
     with torch.no_grad(), body.mode(training=False):
         head = build_head(tuple(body.features(body.take(probe)).shape[1:]), workspace.classes).to(workspace.device)
         for name, parameter in head.named_parameters():
             parameter.copy_(task.parameters[f"heads.{task.head}.{name}"])
-    return workspace.segment(start, task.last, head)
-
-
-def shard_weight(client: Client) -> float:
-    """Return q_k before normalisation: the size of the client's shard."""
-    return float(len(client.data.train) + len(client.data.validation))
+    return workspace.part(first, task.last, head)
 
 
 def _finite(tensors: Mapping[str, Tensor]) -> bool:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fedprophet.cascade.atoms import Chain
-from fedprophet.client.segment import Segment
+from fedprophet.client.part import ModelPart
 
 ADVERSARIAL = "adversarial."
 """A client keeps its adversarial statistics beside the others, under names that begin with this."""
@@ -39,13 +39,13 @@ class TwoSets:
         self._aside = self._live()
         chain.load({name: own[ADVERSARIAL + name] for name in self._names if ADVERSARIAL + name in own})
 
-    def observe(self, segment: Segment, x: Tensor) -> None:
+    def observe(self, part: ModelPart, x: Tensor) -> None:
         """Update the clean statistics on a clean batch; a single sample has no batch statistics."""
         if len(x) < 2:
             return
         self._swap()
-        with torch.no_grad(), segment.mode(training=True):
-            segment.features(x)
+        with torch.no_grad(), part.mode(training=True):
+            part.features(x)
         self._swap()
 
     def kept(self) -> dict[str, Tensor]:

@@ -1,14 +1,14 @@
 """A client's sub-network: a workspace that really has the kept channels alone, for partial training."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from fedprophet.cascade.channels import Channels, Kept
 from fedprophet.cascade.narrow import merge_local, narrow_chain, slice_state
 from fedprophet.client.workspace import LocalLayers, Workspace
-from fedprophet.messages.task import Timeline
+from fedprophet.messages.values import Timeline
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,6 @@ class NarrowLayers:
 
 def narrowed(workspace: Workspace, kept: Kept) -> Workspace:
     """Return the workspace of a sub-network: its model is built with the kept channels, nothing is masked."""
-    channels = workspace.channels
-    chain = narrow_chain(workspace.chain, channels, kept)
-    chain.load(slice_state(channels, kept, workspace.initial))
-    layers = NarrowLayers(workspace.layers, channels, kept, workspace.initial)
-    narrow = Workspace(chain, workspace.input_shape, workspace.classes, workspace.modules, layers, workspace.features)
+    narrow = replace(workspace, chain=narrow_chain(workspace.chain, workspace.channels, kept))
     narrow.run_by(workspace.plan)
     return narrow

@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from fedprophet.attacks.pgd import pgd
-from fedprophet.client.segment import Segment
-from fedprophet.messages.task import ClientTask, LocalTraining
+from fedprophet.client.part import ModelPart
+from fedprophet.messages.tasks import Distill, Task, Train
+from fedprophet.messages.values import LocalTraining
 from fedprophet.randomness import generator, key, seed_global
 
 
-def batches(samples: int, size: int, iterations: int, task: ClientTask) -> Iterator[Tensor]:
+def batches(samples: int, size: int, iterations: int, task: Task) -> Iterator[Tensor]:
     """Yield the positions of `iterations` batches: shuffled passes, the last batch of a pass may be smaller."""
     done = 0
     while done < iterations:
@@ -23,40 +24,38 @@ def batches(samples: int, size: int, iterations: int, task: ClientTask) -> Itera
 
 
 def train(
-    task: ClientTask,
-    segment: Segment,
+    task: Train,
+    part: ModelPart,
     inputs: Tensor,
     labels: Tensor,
-    observe: Callable[[Segment, Tensor], None] | None = None,
+    observe: Callable[[ModelPart, Tensor], None] | None = None,
 ) -> float:
-    """Train the segment in place on its inputs (images, or cached z_{m−1}); return the mean loss of the iterations.
+    """Train the part in place on its inputs (images, or cached z_{m−1}); return the mean loss of the iterations.
 
     `observe` is shown every clean batch before it is attacked. Dropout draws from torch's global generator, which the
     caller puts back.
     """
-    assert task.training is not None
     strong_convexity = task.training.strong_convexity
 
     def loss_of(iteration: int, batch: Tensor) -> Tensor:
         if observe is not None:
-            observe(segment, inputs[batch])
-        x = perturb(task, segment, inputs[batch], labels[batch], iteration)
+            observe(part, inputs[batch])
+        x = perturb(task, part, inputs[batch], labels[batch], iteration)
         # A batch of one sample has no batch statistics: its norm layers stay in evaluation mode.
         seed_global(key(task.seed, "dropout", task.round, task.client, iteration))
-        with segment.mode(training=len(batch) > 1):
-            return segment.losses(x, labels[batch], strong_convexity).mean()
+        with part.mode(training=len(batch) > 1):
+            return part.losses(x, labels[batch], strong_convexity).mean()
 
-    return descend(task, segment, len(labels), loss_of)
+    return descend(task, part, len(labels), loss_of)
 
 
-def descend(task: ClientTask, segment: Segment, samples: int, loss_of: Callable[[int, Tensor], Tensor]) -> float:
+def descend(task: Train | Distill, part: ModelPart, samples: int, loss_of: Callable[[int, Tensor], Tensor]) -> float:
     """Step down a loss, given by iteration and batch, with SGD; return its mean over the iterations.
 
     It stops at the first loss that is not finite, and that is what is returned.
     """
-    assert task.training is not None
     hyper = task.training
-    step = _Descent(segment.parameters(), hyper)
+    step = _Descent(part.parameters(), hyper)
     total = 0.0
     for iteration, batch in enumerate(batches(samples, hyper.batch, hyper.iterations, task)):
         loss = loss_of(iteration, batch)
@@ -104,12 +103,11 @@ class _Descent:
             parameter.grad = None
 
 
-def perturb(task: ClientTask, segment: Segment, x: Tensor, labels: Tensor, iteration: int) -> Tensor:
-    """Attack the segment's own loss at its input, norm layers and dropout in evaluation mode."""
+def perturb(task: Train, part: ModelPart, x: Tensor, labels: Tensor, iteration: int) -> Tensor:
+    """Attack the part's own loss at its input, norm layers and dropout in evaluation mode."""
     if task.threat is None:
         return x
-    assert task.training is not None
     strong_convexity = task.training.strong_convexity
     draw = generator(task.seed, "attack", task.round, task.client, iteration)
-    with segment.still():
-        return pgd(lambda z: segment.losses(z, labels, strong_convexity).sum(), x, task.threat, draw)
+    with part.still():
+        return pgd(lambda z: part.losses(z, labels, strong_convexity).sum(), x, task.threat, draw)

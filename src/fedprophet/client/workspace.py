@@ -1,4 +1,4 @@
-"""What a client works with: a chain that tasks are loaded into, and what it has at hand beside it."""
+"""What a client computes with: the chain that tasks are loaded into, its stores and its caches."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,9 +12,10 @@ from fedprophet.cascade.atoms import Chain
 from fedprophet.cascade.channels import Channels, channels_of
 from fedprophet.cascade.heads import Head
 from fedprophet.client.features import FeatureCache
-from fedprophet.client.segment import Segment
+from fedprophet.client.part import ModelPart
 from fedprophet.messages.modules import ModuleStore
-from fedprophet.messages.task import ClientTask, Timeline
+from fedprophet.messages.tasks import ModelTask
+from fedprophet.messages.values import Timeline
 
 Plan = Callable[[Chain], Chain]
 """Returns a chain that computes the same as the one given, in another way."""
@@ -37,12 +38,12 @@ class LocalLayers(Protocol):
 
 @dataclass
 class Workspace:
-    """A chain that tasks are loaded into one after the other, and what a client has at hand beside it.
+    """A chain that tasks are loaded into one after the other, and the stores that they read and write.
 
     `input_shape` is that of one image. `initial` are the local layers of a client that has not trained yet. `loaded`
     remembers which fixed module each atom holds, so that a frozen prefix is not copied again for every task.
 
-    An engine may have tasks run by a plan of its own: the same model, computed in another way.
+    An engine may bring a plan of its own: the same model, computed in another way.
     """
 
     chain: Chain
@@ -64,9 +65,9 @@ class Workspace:
         """Run tasks by a plan from now on."""
         self.plan, self._planned = plan, plan(self.chain)
 
-    def segment(self, first: int, last: int, head: Head | None = None) -> Segment:
+    def part(self, first: int, last: int, head: Head | None = None) -> ModelPart:
         """Return the part of the chain that a task runs."""
-        return Segment(self._planned, first, last, head)
+        return ModelPart(self._planned, first, last, head)
 
     @property
     def device(self) -> torch.device:
@@ -87,13 +88,12 @@ class Workspace:
         tensors = self.chain.tensors
         return {name: tensors[name].detach().clone(memory_format=torch.contiguous_format) for name in names}
 
-    def load(self, task: ClientTask, own: Mapping[str, Tensor]) -> None:
+    def load(self, task: ModelTask, local: Mapping[str, Tensor]) -> None:
         """Bring the chain to the state the task asks for: frozen prefix, the client's own layers, the task's part."""
         for module in task.frozen:
             if any(self.loaded.get(atom) != module.digest for atom in range(module.first, module.last)):
                 self.chain.load(self.modules[module.digest])
                 self.loaded.update(dict.fromkeys(range(module.first, module.last), module.digest))
         self.loaded.update(dict.fromkeys(range(task.first, task.last), None))
-        local = self.chain.local(0, task.last)
-        self.chain.load({name: own.get(name, self.initial[name]) for name in local})
+        self.chain.load(local)
         self.chain.load({name: value for name, value in task.parameters.items() if not name.startswith("heads.")})

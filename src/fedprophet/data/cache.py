@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fedprophet.data.fetch import alone
-from fedprophet.data.progress import progress
 from fedprophet.errors import DataError
+from fedprophet.progress import progress_bar
 from fedprophet.sizes import format_size
 
 FORMAT = 1
@@ -113,6 +113,7 @@ def fill(
             part.mkdir()
             try:
                 _write(part, root, files, shape, decode)
+                os.sync()  # the content before the name
                 part.rename(entry)
             finally:
                 shutil.rmtree(part, ignore_errors=True)
@@ -120,7 +121,7 @@ def fill(
     except OSError as error:
         raise DataError(
             f"cannot write the decoded images to {entry.parent}: {error.strerror or error}. "
-            "Give another folder for them with data.cache (--cache)"
+            "Give another folder for them with data.options.cache (--cache)"
         ) from error
 
 
@@ -129,7 +130,8 @@ def _check_room(folder: Path, needed: int) -> None:
     if free < needed:
         raise DataError(
             f"the decoded images need {format_size(needed)}, and {folder} has room for {format_size(free)}. "
-            "Make room there, give another folder with data.cache (--cache), or ask for smaller images with data.size"
+            "Make room there, give another folder with data.options.cache (--cache), or ask for smaller images with "
+            "data.options.size"
         )
 
 
@@ -140,10 +142,10 @@ def _write(
     shape: tuple[int, int, int],
     decode: Callable[[Path], Pixels | str],
 ) -> None:
-    """Write the files of an entry, the index last, and wait until they are on the disk."""
+    """Write the files of an entry."""
     broken: list[tuple[int, str]] = []
     moments: list[npt.NDArray[np.int64]] = []
-    with (part / IMAGES).open("wb") as out, progress("decoding images", len(files)) as advance:
+    with (part / IMAGES).open("wb") as out, progress_bar() as watch:
         for position, (file, image) in enumerate(zip(files, _decode_all(files, decode), strict=True)):
             if isinstance(image, str):
                 broken.append((position, f"{file.path}: {image}"))
@@ -151,20 +153,10 @@ def _write(
             else:
                 out.write(image.tobytes())
                 moments.append(_moments(image))
-            advance(1)
-        _sync(out.fileno(), out.flush)
-    with (part / MOMENTS).open("wb") as out:
-        np.save(out, np.array(moments, dtype=np.int64).reshape(-1, 2, shape[0]), allow_pickle=False)
-        _sync(out.fileno(), out.flush)
+            watch("decoding images", position + 1, len(files))
+    np.save(part / MOMENTS, np.array(moments, dtype=np.int64).reshape(-1, 2, shape[0]), allow_pickle=False)
     index = {"format": FORMAT, "root": str(root.resolve()), "shape": list(shape), "broken": broken}
-    with (part / INDEX).open("wb") as out:
-        out.write(json.dumps(index).encode())
-        _sync(out.fileno(), out.flush)
-
-
-def _sync(number: int, flush: Callable[[], None]) -> None:
-    flush()
-    os.fsync(number)
+    (part / INDEX).write_bytes(json.dumps(index).encode())
 
 
 def _moments(image: Pixels) -> npt.NDArray[np.int64]:

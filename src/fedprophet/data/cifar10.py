@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from fedprophet.data.dataset import Dataset, from_tensors
 from fedprophet.data.fetch import Remote, fetch, members
-from fedprophet.data.options import DataOptions, Findings
+from fedprophet.data.registry import DEFAULT_ROOT, Findings, dataset
 from fedprophet.errors import DataError
 
 NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -42,24 +42,12 @@ class Contents:
     problems: tuple[str, ...]
 
 
-def cifar10(options: DataOptions) -> Dataset:
-    """Return CIFAR-10: 50,000 images for training, 10,000 for test."""
-    contents = _find(options.place)
+def check(root: Path | None) -> Findings:
+    """Say what exists of CIFAR-10 and what is missing."""
+    root = root or DEFAULT_ROOT
+    contents = _find(root)
     if contents is None:
-        raise DataError(f"cifar10: there is no data in {options.place}. {_advice(options.place)}")
-    if contents.problems:
-        problems = "; ".join(contents.problems)
-        raise DataError(f"cifar10: {contents.place} is not complete: {problems}. {_advice(options.place)}")
-    train, test = ([contents.records[name] for name in names] for names in (TRAIN, (TEST,)))
-    dataset = from_tensors(_images(train), _labels(train), _images(test), _labels(test), name="cifar10")
-    return replace(dataset, classes=len(NAMES))
-
-
-def check(options: DataOptions) -> Findings:
-    """Say what is there of CIFAR-10 and what is missing."""
-    contents = _find(options.place)
-    if contents is None:
-        return Findings(None, (f"there is no data in {options.place}",), advice=_advice(options.place))
+        return Findings(None, (f"there is no data in {root}",), advice=_advice(root))
     sound = contents.records
     counts = np.bincount(_labels(list(sound.values())), minlength=len(NAMES))
     return Findings(
@@ -69,17 +57,32 @@ def check(options: DataOptions) -> Findings:
         test=len(sound.get(TEST, ())),
         images=dict(zip(NAMES, counts.tolist(), strict=True)),
         files={name: f"{len(sound[name])} images" for name in FILES if name in sound} | dict(contents.faults),
-        advice=_advice(options.place) if contents.problems else "",
+        advice=_advice(root) if contents.problems else "",
     )
 
 
 def get(root: Path) -> str:
-    """Fetch the archive of the binary version, unless the data is there; return a line that says what was done."""
+    """Fetch the archive of the binary version if the data is not there; return a line that says what was done."""
     contents = _find(root)
     if contents is not None and not contents.problems:
         return f"cifar10 is there already: {contents.place}"
     otherwise = f"Without a network: put {ARCHIVE.name} or the folder {FOLDER} of the binary version in {root}"
     return f"fetched and verified {fetch(ARCHIVE, root, otherwise)}; it is read as it is, there is nothing to unpack"
+
+
+@dataset("cifar10", "CIFAR-10: 60,000 images of 3×32×32, 10 classes", check=check, get=get)
+def cifar10(root: Path | None) -> Dataset:
+    """Return CIFAR-10: 50,000 images for training, 10,000 for test."""
+    root = root or DEFAULT_ROOT
+    contents = _find(root)
+    if contents is None:
+        raise DataError(f"cifar10: there is no data in {root}. {_advice(root)}")
+    if contents.problems:
+        problems = "; ".join(contents.problems)
+        raise DataError(f"cifar10: {contents.place} is not complete: {problems}. {_advice(root)}")
+    train, test = ([contents.records[name] for name in names] for names in (TRAIN, (TEST,)))
+    found = from_tensors(_images(train), _labels(train), _images(test), _labels(test), name="cifar10")
+    return replace(found, classes=len(NAMES))
 
 
 def _advice(root: Path) -> str:

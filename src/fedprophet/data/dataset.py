@@ -2,7 +2,7 @@
 
 import hashlib
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -176,25 +176,21 @@ def from_tensors(
     name: str = "tensors",
 ) -> Dataset:
     """Return a dataset of tensors or arrays, batch and then channels first: uint8, or floats in [0, 1]."""
-    parts = {"training": (train_images, train_labels), "test": (test_images, test_labels)}
-    examples = []
-    for part, (images, labels) in parts.items():
-        try:
-            examples.append(TensorExamples(images, labels))
-        except DataError as error:
-            raise DataError(f"dataset {name!r}, {part} set: {error}") from error
-    return from_examples(examples[0], examples[1], name)
+    train = _part(name, "training", TensorExamples, train_images, train_labels)
+    return from_examples(train, _part(name, "test", TensorExamples, test_images, test_labels), name)
 
 
 def from_datasets(train: MapStyle, test: MapStyle, name: str = "dataset") -> Dataset:
     """Return a dataset made of two map-style ones, as torch, torchvision and others have them."""
-    examples = []
-    for part, dataset in {"training": train, "test": test}.items():
-        try:
-            examples.append(MapExamples(dataset))
-        except DataError as error:
-            raise DataError(f"dataset {name!r}, {part} set: {error}") from error
-    return from_examples(examples[0], examples[1], name)
+    examples = _part(name, "training", MapExamples, train)
+    return from_examples(examples, _part(name, "test", MapExamples, test), name)
+
+
+def _part(name: str, part: str, kind: Callable[..., Examples], *source: Any) -> Examples:
+    try:
+        return kind(*source)
+    except DataError as error:
+        raise DataError(f"dataset {name!r}, {part} set: {error}") from error
 
 
 def from_examples(train: Examples, test: Examples, name: str) -> Dataset:

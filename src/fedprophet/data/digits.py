@@ -9,13 +9,19 @@ import numpy as np
 import numpy.typing as npt
 
 from fedprophet.data.dataset import Dataset, from_tensors
+from fedprophet.data.registry import dataset
 
 
-def digits() -> Dataset:
+@dataset(
+    "digits",
+    "scikit-learn's digits: 1,797 images of 8×8, 10 classes",
+    get=lambda root: "digits comes with scikit-learn: there is nothing to fetch",
+)
+def digits(root: Path | None = None) -> Dataset:
     """Return the digits, 1437 for training and 360 for test.
 
-    The split is one for all runs, whatever their seed: the images are sorted by class, in the order of the file within
-    a class, and every fifth is a test image. So each class gives a fifth of its images, give or take one.
+    The split is the same for all seeds: the images are sorted by class, in the order of the file within a class, and
+    every fifth is a test image. So each class gives a fifth of its images, give or take one.
     """
     pixels, labels = _pixels_and_labels()
     images = (pixels.reshape(-1, 1, 8, 8) / 16).astype(np.float32)
@@ -25,7 +31,7 @@ def digits() -> Dataset:
 
 
 def _pixels_and_labels() -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Read scikit-learn's file; to import scikit-learn for it would take longer than some runs' whole start."""
+    """Read scikit-learn's file: importing scikit-learn for it would take longer than some short runs."""
     package = find_spec("sklearn")
     file = Path(package.origin if package and package.origin else "").parent / "datasets" / "data" / "digits.csv.gz"
     if not file.is_file():  # another release may keep it elsewhere

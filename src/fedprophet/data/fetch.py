@@ -1,6 +1,5 @@
 """Published files from the internet: fetched when asked, verified by their hash, whole or not there at all."""
 
-import fcntl
 import hashlib
 import http.client
 import logging
@@ -9,15 +8,16 @@ import shutil
 import tarfile
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-from fedprophet.data.progress import progress
 from fedprophet.errors import DataError
+from fedprophet.progress import progress_bar
+from fedprophet.storage.locks import folder_lock
 from fedprophet.version import __version__
 
 TIMEOUT = 30.0
@@ -87,21 +87,9 @@ def verify(path: Path, remote: Remote) -> None:
         )
 
 
-@contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Wait until no other process works in a folder; the lock goes with the process, however that ends."""
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            logger.warning("another process is working in %s: waiting for it", folder)
-            fcntl.flock(number, fcntl.LOCK_EX)
-        except OSError:
-            pass  # a file system without locks
-        yield
-    finally:
-        os.close(number)
+def alone(folder: Path) -> AbstractContextManager[None]:
+    """Wait until no other process works in a folder, and keep others waiting."""
+    return folder_lock(folder, lambda: logger.warning("another process is working in %s: waiting for it", folder))
 
 
 class Member:
@@ -159,7 +147,8 @@ def unpack(archive: Path, folder: Path, top: str) -> Path:
 
 
 def _unpack_into(staging: Path, archive: Path, top: str) -> None:
-    with progress(f"unpacking {archive.name}", archive.stat().st_size, in_bytes=True) as advance:
+    done, total = 0, archive.stat().st_size
+    with progress_bar(in_bytes=True) as watch:
         for member in members(archive):
             path = PurePosixPath(member.name)
             if path.is_absolute() or ".." in path.parts or "\\" in member.name:
@@ -169,7 +158,8 @@ def _unpack_into(staging: Path, archive: Path, top: str) -> None:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 with target.open("wb") as file:
                     shutil.copyfileobj(member, file)
-            advance(member.size)
+            done += member.size
+            watch(f"unpacking {archive.name}", done, total)
 
 
 def _download(url: str, part: Path, otherwise: str) -> None:
@@ -181,13 +171,11 @@ def _download(url: str, part: Path, otherwise: str) -> None:
         length = response.headers.get("Content-Length")
         total = have + int(length) if length else None
         try:
-            with (
-                part.open("ab" if resumed else "wb") as file,
-                progress(part.name[1:-5], total, have, in_bytes=True) as bar,
-            ):
+            with part.open("ab" if resumed else "wb") as file, progress_bar(in_bytes=True) as watch:
                 for chunk in _chunks(response, url):
                     file.write(chunk)
-                    bar(len(chunk))
+                    have += len(chunk)
+                    watch(part.name[1:-5], have, total)
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
@@ -195,8 +183,8 @@ def _download(url: str, part: Path, otherwise: str) -> None:
                 f"cannot write {part}: {error.strerror or error}. Make room there or correct its permissions, "
                 "then run the command again: it goes on where it stopped"
             ) from error
-    if total is not None and part.stat().st_size < total:
-        raise DataError(_cut_off(url, f"after {part.stat().st_size} of {total} bytes"))
+    if total is not None and have < total:
+        raise DataError(_cut_off(url, f"after {have} of {total} bytes"))
 
 
 def _connect(url: str, start: int, otherwise: str) -> Any:

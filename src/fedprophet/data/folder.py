@@ -1,4 +1,4 @@
-"""Images in class folders, ROOT/CLASS/*.jpg or *.png, and Caltech-256 as one such tree.
+"""Images in class folders: ROOT/CLASS/*.jpg or *.png.
 
 Every image becomes RGB, is resized so that its shorter side has 256/224 of the size asked for, and cropped in its
 centre. That is done once: see `fedprophet.data.cache`.
@@ -7,13 +7,12 @@ centre. That is done once: see `fedprophet.data.cache`.
 import importlib.util
 import logging
 import os
-import re
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from shlex import quote
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,31 +20,17 @@ import numpy.typing as npt
 from fedprophet.data import cache
 from fedprophet.data.cache import CachedImages, ImageFile, Pixels
 from fedprophet.data.dataset import Dataset, LocalExamples, TensorExamples
-from fedprophet.data.fetch import Remote, fetch, unpack
-from fedprophet.data.options import DataOptions, Findings
+from fedprophet.data.registry import Findings, dataset
 from fedprophet.errors import DataError
 
 SIZE = 224
-"""Side of an image in pixels, where nothing else is asked for."""
+"""Default side of an image in pixels."""
 CACHE = ".fedprophet-cache"
 """Where decoded images are kept, below the root."""
 SUFFIXES = (".jpg", ".jpeg", ".png")
 NO_PILLOW = "reading images needs Pillow, which is not installed: pip install 'fedprophet[images]'"
 TEST_PART = 5
-"""One in this many images of a class is for test, where nothing else is asked for."""
-
-CALTECH_FOLDER = "256_ObjectCategories"
-CALTECH_CLUTTER = "257.clutter"
-CALTECH_CLASSES = 256
-CALTECH_IMAGES = 29_780
-"""Without the clutter."""
-CALTECH_TEST = 25
-CALTECH_ARCHIVE = Remote(
-    "https://data.caltech.edu/records/nyy15-4j048/files/256_ObjectCategories.tar",
-    "md5",
-    "67b4f42ca05d46448c6bb8ecd2220f6d",
-)
-_CALTECH_CLASS = re.compile(r"[0-9]{3}\..+")
+"""By default, one in this many images of a class is for test."""
 
 logger = logging.getLogger(__name__)
 
@@ -65,56 +50,130 @@ class Tree:
 
 
 @dataclass(frozen=True)
-class Kind:
-    """A sort of tree: how many images of a class are for test, which folders do not count, what may be wrong."""
+class Images:
+    """A tree of images as a dataset.
+
+    `size` is the side of an image in pixels, `test_per_class` the number of test images of each class (None: a fifth),
+    `cache` the folder for decoded images. Folders named in `drop` do not count; `problems` says what is wrong with a
+    tree that can be read all the same.
+    """
 
     name: str
-    test: int | None = None
+    root: Path
+    size: int = SIZE
+    test_per_class: int | None = None
+    cache: str | Path | None = None
     drop: tuple[str, ...] = ()
     problems: Callable[[Tree], Sequence[str]] = lambda tree: ()
 
+    def __post_init__(self) -> None:
+        for option, value in {"size": self.size, "test_per_class": self.test_per_class}.items():
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise DataError(f"data.options.{option} must be a positive whole number, not {value!r}")
 
-def folder(options: DataOptions) -> Dataset:
-    """Return the images of a folder; the first fifth of each class, by name, is the test set."""
-    return _load(_given(options), options, FOLDER)
+    def load(self) -> Dataset:
+        """Return the dataset; images that are not decoded yet are decoded first."""
+        tree = scan(self.root, self.drop)
+        found = self._decoded(tree)
+        problems = list(self.problems(tree))
+        if found.broken:
+            broken = f"{len(found.broken)} of {len(tree.files)} images in {self.root} cannot be read and are left out"
+            problems.append(f"{broken}, the first is {found.broken[0]}")
+        for problem in problems:
+            logger.warning("warning: %s: %s", self.name, problem)
+        held_out = self._held_out(found.labels, tree)
+        train, test = np.flatnonzero(~held_out), np.flatnonzero(held_out)
+        every = TensorExamples(found.images, found.labels)
+        shape = tuple(found.images.shape[1:])
+        parts = LocalExamples(every, train), LocalExamples(every, test)
+        return Dataset(self.name, *parts, len(tree.classes), shape, *found.statistics(train), names=tree.classes)
+
+    def check(self) -> Findings:
+        """Say what the tree holds."""
+        try:
+            tree = scan(self.root, self.drop)
+        except DataError as error:
+            return Findings(self.root if self.root.exists() else None, (str(error),))
+        found = cache.read(self._entry(tree), tree.files, self._shape)
+        labels = tree.labels if found is None else found.labels
+        problems = list(self.problems(tree))
+        if found is None and not _has_pillow():
+            problems.append(NO_PILLOW)
+        test = 0
+        try:
+            test = int(self._held_out(labels, tree).sum())
+        except DataError as error:
+            problems.append(str(error))
+        images = dict(zip(tree.classes, np.bincount(labels, minlength=len(tree.classes)).tolist(), strict=True))
+        note = f"not decoded to {self.size}×{self.size} yet: the first run does that"
+        if found is not None:
+            broken = f", {len(found.broken)} broken ones left out" if found.broken else ""
+            note = f"decoded to {self.size}×{self.size} in {self._entry(tree)}{broken}"
+        return Findings(self.root, tuple(problems), len(labels) - test, test, images, notes=(note,))
+
+    @property
+    def _shape(self) -> tuple[int, int, int]:
+        return (3, self.size, self.size)
+
+    def _entry(self, tree: Tree) -> Path:
+        folder = Path(self.cache).expanduser() if self.cache else tree.root / CACHE
+        return cache.entry_of(folder, tree.root, tree.files, self._shape)
+
+    def _decoded(self, tree: Tree) -> CachedImages:
+        entry = self._entry(tree)
+        found = cache.read(entry, tree.files, self._shape)
+        if found is None:
+            if not _has_pillow():
+                raise DataError(NO_PILLOW)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # Pillow warns about odd but readable images
+                cache.fill(entry, tree.root, tree.files, self._shape, partial(decode, size=self.size))
+            found = cache.read(entry, tree.files, self._shape)
+        if found is None:
+            raise DataError(f"the decoded images in {entry} have been removed or damaged just now. Try again")
+        return found
+
+    def _held_out(self, labels: npt.NDArray[np.int64], tree: Tree) -> npt.NDArray[np.bool_]:
+        """Return which images are the test set: the first of each class."""
+        held_out = np.zeros(len(labels), dtype=bool)
+        for label, name in enumerate(tree.classes):
+            rows = np.flatnonzero(labels == label)
+            count = self.test_per_class or max(1, len(rows) // TEST_PART)
+            if len(rows) <= count:
+                raise DataError(
+                    f"class {name} has {len(rows)} readable images and {count} of each class are for test: at least "
+                    f"{count + 1} are needed. Add images, remove the class, or change data.options.test_per_class"
+                )
+            held_out[rows[:count]] = True
+        return held_out
 
 
-def caltech256(options: DataOptions) -> Dataset:
-    """Return Caltech-256 without its clutter; 25 images of each class, the first by name, are the test set."""
-    root = _caltech_root(options.place)
-    if root is None:
-        raise DataError(f"caltech256: there is no data in {options.place}. {_caltech_advice(options.place)}")
-    return _load(root, options, CALTECH)
-
-
-def check(options: DataOptions) -> Findings:
+def check(root: Path | None, **options: Any) -> Findings:
     """Say what a folder of images holds."""
-    return _check(_given(options), options, FOLDER)
+    return Images("folder", _given(root), **options).check()
 
 
-def check_caltech256(options: DataOptions) -> Findings:
-    """Say what is there of Caltech-256 and what is missing."""
-    root = _caltech_root(options.place)
+@dataset(
+    "folder",
+    "images of your own: ROOT/CLASS/*.jpg or *.png",
+    check=check,
+    get="your own images in ROOT/CLASS/*.jpg or *.png: there is nothing to fetch",
+)
+def folder(
+    root: Path | None, *, size: int = SIZE, test_per_class: int | None = None, cache: str | Path | None = None
+) -> Dataset:
+    """Return the images of a folder; by default the first fifth of each class, by name, is the test set."""
+    return Images("folder", _given(root), size, test_per_class, cache).load()
+
+
+def _given(root: Path | None) -> Path:
     if root is None:
-        return Findings(None, (f"there is no data in {options.place}",), advice=_caltech_advice(options.place))
-    return _check(root, options, CALTECH)
-
-
-def get_caltech256(root: Path) -> str:
-    """Fetch and unpack Caltech-256, unless it is there; return a line that says what was done."""
-    there = _caltech_root(root)
-    if there is not None:
-        return f"caltech256 is there already: {there}"
-    otherwise = (
-        f"Without a network: put the folder {CALTECH_FOLDER} in {root}, or {CALTECH_ARCHIVE.name} and run this again"
-    )
-    archive = fetch(CALTECH_ARCHIVE, root, otherwise)
-    unpacked = unpack(archive, root, CALTECH_FOLDER)
-    return f"fetched, verified and unpacked into {unpacked}; {archive} is not needed any more"
+        raise DataError("folder needs the folder of your images: give it as data.root (--root)")
+    return root
 
 
 def scan(root: Path, drop: Collection[str] = ()) -> Tree:
-    """Return the class folders and images below a root. What is hidden, or neither JPEG nor PNG, is left out."""
+    """Return the class folders and images below a root. Hidden files and other formats are left out."""
     layout = f"Images belong into class folders: {root}/CLASS/*.jpg or *.png"
     if not root.is_dir():
         raise DataError(f"{root} is not a folder. {layout}")
@@ -137,100 +196,6 @@ def _images(place: Path, label: int) -> list[ImageFile]:
             status = entry.stat()
             found.append(ImageFile(place / entry.name, label, status.st_size, status.st_mtime_ns))
     return sorted(found, key=lambda file: file.path.name)
-
-
-def _given(options: DataOptions) -> Path:
-    if options.root is None:
-        raise DataError("folder needs the folder of your images: give it as data.root (--root)")
-    return options.root
-
-
-def _load(root: Path, options: DataOptions, kind: Kind) -> Dataset:
-    tree = scan(root, kind.drop)
-    found = _decoded(tree, options)
-    problems = list(kind.problems(tree))
-    if found.broken:
-        broken = f"{len(found.broken)} of {len(tree.files)} images in {root} cannot be read and are left out"
-        problems.append(f"{broken}, the first is {found.broken[0]}")
-    for problem in problems:
-        logger.warning("warning: %s: %s", kind.name, problem)
-    held_out = _held_out(found.labels, tree, options.test_per_class or kind.test)
-    train, test = np.flatnonzero(~held_out), np.flatnonzero(held_out)
-    every = TensorExamples(found.images, found.labels)
-    shape = tuple(found.images.shape[1:])
-    parts = LocalExamples(every, train), LocalExamples(every, test)
-    return Dataset(kind.name, *parts, len(tree.classes), shape, *found.statistics(train), names=tree.classes)
-
-
-def _entry(tree: Tree, options: DataOptions) -> tuple[Path, tuple[int, int, int]]:
-    shape = (3, options.size or SIZE, options.size or SIZE)
-    return cache.entry_of(options.cache or tree.root / CACHE, tree.root, tree.files, shape), shape
-
-
-def _decoded(tree: Tree, options: DataOptions) -> CachedImages:
-    entry, shape = _entry(tree, options)
-    found = cache.read(entry, tree.files, shape)
-    if found is None:
-        decode_one = _decoder(shape[1])
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Pillow has lines of its own for odd but readable images
-            cache.fill(entry, tree.root, tree.files, shape, decode_one)
-        found = cache.read(entry, tree.files, shape)
-    if found is None:
-        raise DataError(f"the decoded images in {entry} have been removed or damaged just now. Try again")
-    return found
-
-
-def _held_out(labels: npt.NDArray[np.int64], tree: Tree, test: int | None) -> npt.NDArray[np.bool_]:
-    """Return which images are the test set: the first of each class."""
-    held_out = np.zeros(len(labels), dtype=bool)
-    for label, name in enumerate(tree.classes):
-        rows = np.flatnonzero(labels == label)
-        count = test or max(1, len(rows) // TEST_PART)
-        if len(rows) <= count:
-            raise DataError(_too_few(name, len(rows), count))
-        held_out[rows[:count]] = True
-    return held_out
-
-
-def _too_few(name: str, images: int, test: int) -> str:
-    return (
-        f"class {name} has {images} readable images and {test} of each class are for test: at least {test + 1} are "
-        "needed. Add images, remove the class, or change data.test_per_class"
-    )
-
-
-def _check(root: Path, options: DataOptions, kind: "Kind") -> Findings:
-    try:
-        tree = scan(root, kind.drop)
-    except DataError as error:
-        return Findings(root if root.exists() else None, (str(error),))
-    entry, shape = _entry(tree, options)
-    found = cache.read(entry, tree.files, shape)
-    labels = tree.labels if found is None else found.labels
-    problems = list(kind.problems(tree))
-    if found is None and not _has_pillow():
-        problems.append(NO_PILLOW)
-    test = 0
-    try:
-        test = int(_held_out(labels, tree, options.test_per_class or kind.test).sum())
-    except DataError as error:
-        problems.append(str(error))
-    images = dict(zip(tree.classes, np.bincount(labels, minlength=len(tree.classes)).tolist(), strict=True))
-    return Findings(root, tuple(problems), len(labels) - test, test, images, notes=(_decoding(found, entry, shape),))
-
-
-def _decoding(found: CachedImages | None, entry: Path, shape: tuple[int, int, int]) -> str:
-    if found is None:
-        return f"not decoded to {shape[1]}×{shape[2]} yet: the first run does that"
-    broken = f", {len(found.broken)} broken ones left out" if found.broken else ""
-    return f"decoded to {shape[1]}×{shape[2]} in {entry}{broken}"
-
-
-def _decoder(size: int) -> Callable[[Path], Pixels | str]:
-    if not _has_pillow():
-        raise DataError(NO_PILLOW)
-    return partial(decode, size=size)
 
 
 def _has_pillow() -> bool:
@@ -268,32 +233,3 @@ def _crop(width: int, height: int, size: int) -> tuple[float, float, float, floa
         for side, long, start in zip((width, height), scaled, starts, strict=True)
     )
     return left, top, right, bottom
-
-
-def _caltech_root(root: Path) -> Path | None:
-    """Return the folder of Caltech-256's class folders: in the root, or the root itself."""
-    if (root / CALTECH_FOLDER).is_dir():
-        return root / CALTECH_FOLDER
-    if root.is_dir() and any(_CALTECH_CLASS.fullmatch(p.name) and p.is_dir() for p in root.iterdir()):
-        return root
-    return None
-
-
-def _caltech_problems(tree: Tree) -> list[str]:
-    problems = []
-    if len(tree.classes) != CALTECH_CLASSES:
-        problems.append(f"{tree.root} holds {len(tree.classes)} classes besides the clutter, not {CALTECH_CLASSES}")
-    if len(tree.files) != CALTECH_IMAGES:
-        problems.append(f"{tree.root} holds {len(tree.files)} images besides the clutter, not {CALTECH_IMAGES}")
-    return problems
-
-
-def _caltech_advice(root: Path) -> str:
-    command = f"fedprophet data get caltech256 --root {quote(str(root))}"
-    if (root / CALTECH_ARCHIVE.name).is_file():
-        return f"{CALTECH_ARCHIVE.name} is there but not unpacked: run {command}"
-    return f"Put the folder {CALTECH_FOLDER} there ({CALTECH_ARCHIVE.url}, unpacked), or run: {command}"
-
-
-FOLDER = Kind("folder")
-CALTECH = Kind("caltech256", CALTECH_TEST, (CALTECH_CLUTTER,), _caltech_problems)

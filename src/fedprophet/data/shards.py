@@ -4,38 +4,36 @@ A kind of sharding names the owner of each sample. So the work and the memory fo
 that own nothing cost eight bytes each.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 from torch import Tensor
 
-from fedprophet.errors import ConfigError, unknown
+from fedprophet.errors import ConfigError
 from fedprophet.randomness import numpy_generator
+from fedprophet.settings.section import Section
+from fedprophet.settings.values import OneOf
 
 Integers = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class ShardSettings:
-    """How to deal. `classes_per_client` and `iid_fraction` belong to `skewed`, `concentration` to `dirichlet`."""
+class ShardSettings(Section):
+    """How the training set is spread over the clients."""
 
-    kind: str = "skewed"
-    classes_per_client: int = 2
-    iid_fraction: float = 0.2
-    concentration: float = 0.5
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ConfigError(unknown("kind of shards", self.kind, KINDS))
-        if self.classes_per_client < 1:
-            raise ConfigError(f"classes_per_client must be at least 1, not {self.classes_per_client}")
-        if not 0 <= self.iid_fraction <= 1:
-            raise ConfigError(f"iid_fraction must be between 0 and 1, not {self.iid_fraction}")
-        if not (self.concentration > 0 and math.isfinite(self.concentration)):
-            raise ConfigError(f"concentration must be a positive number, not {self.concentration}")
+    kind: Annotated[str, OneOf(lambda: {name: kind.help for name, kind in KINDS.items()})] = Field(
+        default="skewed", description="How samples are dealt out."
+    )
+    classes_per_client: int = Field(
+        default=2, ge=1, description='"skewed": label-sorted pieces that each client draws.'
+    )
+    iid_fraction: float = Field(
+        default=0.2, ge=0, le=1, description='"skewed": share of the data that is spread evenly.'
+    )
+    concentration: float = Field(default=0.5, gt=0, description='"dirichlet": the smaller, the more skewed.')
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +64,7 @@ def make_shards(
     if clients < 1:
         raise ConfigError(f"the number of clients must be at least 1, not {clients}")
     deal = Deal(np.asarray(labels, dtype=np.int64), classes, clients, settings)
-    owners = KINDS[settings.kind](deal, numpy_generator(seed, "shards"))
+    owners = KINDS[settings.kind].owners(deal, numpy_generator(seed, "shards"))
     indices = np.argsort(owners, kind="stable")
     offsets = np.zeros(clients + 1, dtype=np.int64)
     np.cumsum(np.bincount(owners, minlength=clients), out=offsets[1:])
@@ -123,7 +121,7 @@ def _skewed(deal: Deal, rng: np.random.Generator) -> Integers:
 
 
 def _iid(deal: Deal, rng: np.random.Generator) -> Integers:
-    """Deal at random, the same number of samples to everybody (to within one)."""
+    """Deal at random, the same number of samples to every client (to within one)."""
     owners = np.empty(len(deal.labels), dtype=np.int64)
     owners[rng.permutation(len(deal.labels))] = _evenly(len(deal.labels), deal.clients, rng)
     return owners
@@ -146,12 +144,20 @@ def _dirichlet(deal: Deal, rng: np.random.Generator) -> Integers:
 
 
 def _evenly(samples: int, clients: int, rng: np.random.Generator) -> Integers:
-    """Return owners in equal numbers, to within one; chance says who gets one more."""
+    """Return owners in equal numbers, to within one; chance decides which clients get one more."""
     return rng.permutation(clients)[np.arange(samples) % clients]
 
 
-KINDS: Mapping[str, Callable[[Deal, np.random.Generator], Integers]] = {
-    "skewed": _skewed,
-    "iid": _iid,
-    "dirichlet": _dirichlet,
+@dataclass(frozen=True)
+class Kind:
+    """A kind of sharding: a function that names the owner of each sample, and its line of help."""
+
+    owners: Callable[[Deal, np.random.Generator], Integers]
+    help: str
+
+
+KINDS: Mapping[str, Kind] = {
+    "skewed": Kind(_skewed, "each client holds mostly a few classes, as in the paper"),
+    "iid": Kind(_iid, "evenly spread"),
+    "dirichlet": Kind(_dirichlet, "the share of each class is drawn from a Dirichlet distribution"),
 }

@@ -1,4 +1,4 @@
-"""A fleet of real devices: certificates, keys, the folders a pilot is started from, and what a device can spare."""
+"""A fleet of real devices: certificates, keys, the folders of a pilot, and a device's available resources."""
 
 import importlib.util
 import os
@@ -16,25 +16,25 @@ OFFLINE: Mapping[str, str] = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
 }
-"""What keeps Flower and Ray from calling home and from installing packages while a run goes on."""
+"""Keeps Flower and Ray from calling home, and from installing packages during a run."""
 QUICK: Mapping[str, str] = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
-"""How often Flower looks, on the same machine, for work to start a process for; a second is its own choice."""
+"""How often, in seconds, Flower looks for work to start a process for; its own choice is 1."""
 
 
 class DeployError(FedProphetError):
-    """A pilot's folder, key, certificate or server that is missing, damaged or does not answer."""
+    """A pilot's folder, key, certificate or server is missing, damaged or does not answer."""
 
 
 def require_flower() -> None:
-    """Refuse in a sentence where Flower is not installed."""
+    """Raise ConfigError if Flower is not installed."""
     if importlib.util.find_spec("flwr") is None:
-        raise ConfigError("a deployment needs Flower, which is not installed. Do: pip install 'fedprophet[flower]'")
+        raise ConfigError("a deployment needs Flower, which is not installed: pip install 'fedprophet[flower]'")
 
 
 def environment(flower_home: Path, given: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment of a Flower process: offline unless the user said otherwise, its files in `flower_home`.
+    """Return the environment of a Flower process: offline by default, with its files in `flower_home`.
 
-    Flower starts its own programs by their bare names, so those of this installation must come first in the path.
+    Flower starts its own programs by name, so this installation's programs must come first in the path.
     """
     given = os.environ if given is None else given
     path = given.get("PATH", os.defpath).split(os.pathsep)

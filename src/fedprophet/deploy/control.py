@@ -1,4 +1,8 @@
-"""Questions to a pilot's running server, over its control interface on this machine."""
+"""Requests to a pilot's running server, over its control interface on this machine.
+
+Flower's public way to these is the `flwr` command, whose JSON names neither the public keys of nodes nor the settings
+of runs. So this file, and no other, uses Flower's private client of the control interface (that of Flower 1.41).
+"""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -7,6 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from fedprophet.deploy import DeployError
+
+
+class NoAnswerError(DeployError):
+    """The server is not running, or cannot be reached."""
 
 
 @dataclass(frozen=True)
@@ -20,18 +28,17 @@ class NodeState:
 
 @dataclass(frozen=True)
 class RunState:
-    """A run as Flower knows it. `status` is such as `running` or `finished:completed`."""
+    """A run as Flower knows it; `status` is, for example, `running` or `finished:completed`."""
 
     run_id: int
     status: str
     details: str
-    started: str
     out: str
     """The run's folder on the server, as it was asked for."""
 
     @property
     def over(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether it has ended, successfully or not."""
         return self.status.startswith("finished")
 
 
@@ -65,20 +72,18 @@ class Control:
         self._client.UnregisterNode(UnregisterNodeRequest(node_id=node.node_id))
 
     def runs(self) -> list[RunState]:
-        """Return all runs that this server was given, the oldest first."""
+        """Return all runs of this server, the oldest first."""
         from flwr.proto.control_pb2 import ListRunsRequest
 
         answer = self._client.ListRuns(ListRunsRequest())
         runs = sorted(answer.run_dict.values(), key=lambda run: str(run.pending_at))
         return [
-            RunState(
-                run.run_id, _status(run.status), run.status.details, run.running_at, run.override_config["out"].string
-            )
+            RunState(run.run_id, _status(run.status), run.status.details, run.override_config["out"].string)
             for run in runs
         ]
 
     def stop(self, run: RunState) -> None:
-        """End a run; what its last checkpoint holds stays."""
+        """End a run; its last checkpoint stays."""
         from flwr.proto.control_pb2 import StopRunRequest
 
         self._client.StopRun(StopRunRequest(run_id=run.run_id))
@@ -86,7 +91,7 @@ class Control:
 
 @contextmanager
 def connected(address: str, authority: Path) -> Iterator[Control]:
-    """Hold a connection to the server at host:port; a sentence where it does not answer or refuses."""
+    """Connect to the server at host:port; raise DeployError if it does not answer or refuses."""
     import httpx
     from flwr.supercore.control import ControlHttpClient
     from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
@@ -103,14 +108,10 @@ def connected(address: str, authority: Path) -> Iterator[Control]:
         answer = error.response.text.strip()[:500]
         raise DeployError(f"the server at {address} refuses ({error.response.status_code}): {answer}") from None
     except httpx.HTTPError as error:
-        text = "Start it on this machine with: fedprophet deploy server DIR"
+        text = "Start it on this machine: fedprophet deploy server DIR"
         raise NoAnswerError(f"no server answers at {address} ({str(error) or type(error).__name__}). {text}") from None
     finally:
         client.close()
-
-
-class NoAnswerError(DeployError):
-    """The server is not running, or cannot be reached."""
 
 
 def _since(node: Any) -> str:

@@ -1,21 +1,21 @@
-"""Starting and watching runs of a pilot, with Flower's own command line."""
+"""Starting and watching runs of a pilot, with Flower's own command `flwr`."""
 
 import json
 import subprocess
 import time
-from collections.abc import Mapping
 from pathlib import Path
+
+import tomlkit
 
 from fedprophet.deploy import DeployError, environment
 from fedprophet.deploy.control import Control, NoAnswerError, RunState, connected
 from fedprophet.deploy.pilot import CONNECTION, Pilot, write_connection
 from fedprophet.errors import ConfigError
-from fedprophet.runs.run import RunFiles
-from fedprophet.settings.toml import toml_value
+from fedprophet.runs.files import RunFiles
 from fedprophet.storage.files import write_atomic
 
 SETTLED_SECONDS = 10.0
-"""How long a run's end may take to be known after its last line."""
+"""How long after a run's last line its end may take to be known."""
 
 
 def fresh_folder(pilot: Pilot, name: str | None) -> Path:
@@ -27,13 +27,13 @@ def fresh_folder(pilot: Pilot, name: str | None) -> Path:
         name = f"run-{number}"
     folder = _folder(pilot, name)
     if RunFiles(folder).config.exists():
-        text = f"Go on with it: fedprophet deploy run {pilot.path} --name {name} --resume; or give another name"
+        text = f"Resume it: fedprophet deploy run {pilot.path} --name {name} --resume; or give another name"
         raise ConfigError(f"{folder} already holds a run. {text}")
     return folder
 
 
 def stopped_folder(pilot: Pilot, name: str | None) -> Path:
-    """Return the folder of the run to go on with: the name asked for, or the newest that has not finished."""
+    """Return the folder of the run to resume: the name asked for, or the newest that has not finished."""
     if name is not None:
         folder = _folder(pilot, name)
         if not RunFiles(folder).config.exists():
@@ -49,11 +49,11 @@ def stopped_folder(pilot: Pilot, name: str | None) -> Path:
 
 def _folder(pilot: Pilot, name: str) -> Path:
     if Path(name).name != name or name.startswith("."):
-        raise ConfigError(f"--name {name!r} is not a folder's name. It becomes a folder in {pilot.runs}")
+        raise ConfigError(f"--name {name!r} is not the name of a folder. It becomes a folder in {pilot.runs}")
     return pilot.runs / name
 
 
-def going_on(control: Control) -> list[RunState]:
+def unfinished_runs(control: Control) -> list[RunState]:
     """Return the runs that the server has not finished."""
     return [run for run in control.runs() if not run.over]
 
@@ -62,20 +62,19 @@ def submit(pilot: Pilot, out: Path, resume: bool) -> int:
     """Give a run to the server; return its number there."""
     write_connection(pilot)
     settings = pilot.path / "server" / "run.toml"
-    table: Mapping[str, object] = {"config": str(pilot.config), "out": str(out), "resume": resume}
-    write_atomic(settings, "".join(f"{key} = {toml_value(value)}\n" for key, value in table.items()).encode())
+    table: dict[str, object] = {"config": str(pilot.config), "out": str(out), "resume": resume}
+    write_atomic(settings, tomlkit.dumps(table).encode())
     command = ["flwr", "run", str(pilot.path / "app"), CONNECTION, "--run-config", str(settings), "--format", "json"]
     done = subprocess.run(command, env=environment(pilot.flower), capture_output=True, text=True, check=False)
     try:
-        answer = json.loads(done.stdout)
-        return int(answer["run-id"])
+        return int(json.loads(done.stdout)["run-id"])
     except (ValueError, KeyError, TypeError):
         text = " ".join((done.stderr.strip() or done.stdout.strip()).split())
-        raise DeployError(f"Flower did not take the run: {text[-1000:]}") from None
+        raise DeployError(f"Flower did not accept the run: {text[-1000:]}") from None
 
 
 def watch(pilot: Pilot, run_id: int) -> None:
-    """Print what a run says until it ends; Ctrl-C stops the printing, not the run."""
+    """Print a run's output until it ends; Ctrl-C stops the printing, not the run."""
     write_connection(pilot)
     command = ["flwr", "log", str(run_id), CONNECTION, "--stream"]
     process = subprocess.Popen(command, env=environment(pilot.flower))
@@ -88,7 +87,7 @@ def watch(pilot: Pilot, run_id: int) -> None:
 
 
 def outcome(pilot: Pilot, run_id: int) -> RunState:
-    """Return how a run ended; a sentence where the server went away before."""
+    """Return how a run ended; raise DeployError if the server stopped first."""
     end = time.monotonic() + SETTLED_SECONDS
     try:
         while True:
@@ -98,5 +97,5 @@ def outcome(pilot: Pilot, run_id: int) -> RunState:
                 return run
             time.sleep(0.5)
     except NoAnswerError:
-        text = f"Start it again and go on: fedprophet deploy run {pilot.path} --resume"
-        raise DeployError(f"the server went away before the run had ended. {text}") from None
+        text = f"Start it again, then resume the run: fedprophet deploy run {pilot.path} --resume"
+        raise DeployError(f"the server stopped before the run had ended. {text}") from None

@@ -1,4 +1,4 @@
-"""One device's folder: what it is in the pilot, its key, and the command that connects it."""
+"""A device's folder: its settings, its key, and the command that connects it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,21 +6,22 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from fedprophet.config.config import Section
 from fedprophet.deploy import DeployError
 from fedprophet.deploy.certificates import check_private
-from fedprophet.deploy.tables import read_settings
+from fedprophet.deploy.settings_file import read_settings
 from fedprophet.errors import ConfigError
-from fedprophet.settings.describe import Allowed, as_toml
+from fedprophet.settings.describe import as_toml
+from fedprophet.settings.section import Section
+from fedprophet.settings.values import Allowed
 from fedprophet.sizes import parse_size
 
 FILE, AUTHORITY, KEY, START = "node.toml", "ca.pem", "node.key", "start.sh"
 FIRST_PORT = 9094
-"""Flower's own for a node. Nodes on one machine need one each, so the next node's is the next."""
+"""Flower's default for a node. Nodes on one machine need different ports, so the next node gets the next port."""
 LAST_PORT = 65535
 START_TEXT = """\
 #!/bin/sh
-# Connects this device to the server; node.toml says how.
+# Connects this device to the server. The settings are in node.toml.
 exec fedprophet deploy node "$(dirname "$0")"
 """
 
@@ -37,66 +38,64 @@ def _check_memory(value: int | str) -> int | str:
 Memory = Annotated[
     int | str,
     AfterValidator(_check_memory),
-    Allowed("text or integer", 'a size such as "512MB", "2GiB" or a number of bytes; "": what is free'),
+    Allowed("text or integer", 'a size such as "512MB", "2GiB" or a number of bytes; "": the available memory'),
 ]
 
 
 class NodeFile(Section):
-    """What one device is in the pilot."""
+    """The settings of one device."""
 
     server: str = Field(description="The server's host:port. The host must be a name in its certificate.")
-    client: int = Field(ge=0, description="Which client of the run the device is: 0 to population.clients − 1.")
+    client: int = Field(ge=0, description="The number of this client in the run: 0 to population.clients − 1.")
     port: int = Field(
         default=FIRST_PORT,
         ge=1,
         le=LAST_PORT,
-        description="For the node's own processes, on loopback. Nodes on one machine need different ones.",
+        description="For the node's own processes, on loopback. Nodes on one machine need different ports.",
     )
     home: str = Field(
         default="home",
-        description="Where the device keeps its own layers, its cache of modules and what was measured of the machine; "
-        "relative to this folder.",
+        description="The folder of the client's own layers, cached modules and measurements, relative to this folder.",
     )
     memory: Memory = Field(
         default="",
-        description='Memory for training; "": what is free at the time, of the machine and of its control group.',
+        description='Memory for training; "": the memory available at the time, within the control group too.',
     )
     flops: float = Field(default=0.0, ge=0, description="FLOP/s of training; 0: measured once.")
     bandwidth: float = Field(default=0.0, ge=0, description="Bytes/s to and from the storage; 0: measured once.")
     threads: int = Field(default=0, ge=0, le=1024, description="CPU cores for training; 0: torch's own number.")
     data_root: str = Field(
-        default="", description='Where the data is on this device, relative to this folder; "": the run\'s data.root.'
+        default="", description='The folder of the data, relative to this folder; "": the run\'s data.root.'
     )
     shard: Literal["run", "own"] = Field(
-        default="run", description='"run": this client\'s shard of the run\'s dataset; "own": all that is in data_root.'
+        default="run", description='"run": this client\'s shard of the run\'s dataset; "own": all data in data_root.'
     )
 
 
 @dataclass(frozen=True)
 class Node:
-    """A device's folder, read."""
+    """A device's folder and its settings."""
 
     path: Path
     file: NodeFile
 
     @property
     def home(self) -> Path:
-        """Where the device keeps its state."""
         return self._place(self.file.home)
 
     def settings(self) -> dict[str, str | int | float]:
-        """Return what the client's process is told, under the names that it reads."""
+        """Return the settings of the client's process, under the names it reads."""
         file = self.file
-        return {
-            "partition-id": file.client,
-            "home": str(self.home),
-            **({"memory": parse_size(file.memory)} if file.memory != "" else {}),
-            **({"flops": file.flops} if file.flops else {}),
-            **({"bandwidth": file.bandwidth} if file.bandwidth else {}),
-            **({"threads": file.threads} if file.threads else {}),
-            **({"data-root": str(self._place(file.data_root))} if file.data_root else {}),
-            **({"shard": file.shard} if file.shard == "own" else {}),
+        optional: dict[str, str | int | float] = {
+            "memory": parse_size(file.memory) if file.memory != "" else 0,
+            "flops": file.flops,
+            "bandwidth": file.bandwidth,
+            "threads": file.threads,
+            "data-root": str(self._place(file.data_root)) if file.data_root else "",
+            "shard": "own" if file.shard == "own" else "",
         }
+        given = {name: value for name, value in optional.items() if value}
+        return {"partition-id": file.client, "home": str(self.home), **given}
 
     def command(self) -> list[str]:
         """Return the plain Flower command that connects the device."""
@@ -115,29 +114,27 @@ class Node:
 
 
 def port_of(client: int) -> int:
-    """Return the port of a client's node: the next one's is the next, and after the last comes the first again."""
+    """Return the port of a client's node: one after the other, starting over after the last."""
     return FIRST_PORT + client % (LAST_PORT + 1 - FIRST_PORT)
 
 
 def open_node(path: Path) -> Node:
-    """Read a device's folder; a sentence where something in it is missing or does not fit."""
+    """Read a device's folder; raise an error if something is missing or wrong."""
     path = path.absolute()
-    node = Node(path, read_settings(path / FILE, NodeFile, f"{path} is no node's folder"))
+    node = Node(path, read_settings(path / FILE, NodeFile, f"{path} is not a node's folder"))
     check_private(path / KEY)
     if not (path / AUTHORITY).is_file():
-        raise DeployError(
-            f"{path / AUTHORITY} is missing. Copy ca/ca.pem of the pilot there: the server is known by it"
-        )
+        raise DeployError(f"{path / AUTHORITY} is missing. Copy ca/ca.pem of the pilot there: it identifies the server")
     return node
 
 
 def node_text(file: NodeFile) -> str:
-    """Return a node.toml with the meaning of every key above it."""
+    """Return the text of a node.toml, each key with a comment."""
     return as_toml(file, comments=True)
 
 
 def as_settings(settings: dict[str, str | int | float]) -> str:
-    """Return settings as Flower's command line reads them: key=value, texts in quotes, without escapes."""
+    """Return settings as Flower's command line reads them: key=value, text in quotes, without escapes."""
     return " ".join(f"{key}={_setting(key, value)}" for key, value in settings.items())
 
 
@@ -148,4 +145,4 @@ def _setting(key: str, value: str | int | float) -> str:
     for quote, forbidden in (('"', '"\\'), ("'", "'")):
         if plain and not any(character in value for character in forbidden):
             return f"{quote}{value}{quote}"
-    raise ConfigError(f"{key}: Flower cannot be given {value!r}. Use a path without quotes and special characters")
+    raise ConfigError(f"{key}: Flower cannot take {value!r}. Use a path without quotes and special characters")

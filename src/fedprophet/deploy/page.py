@@ -1,7 +1,6 @@
-"""The texts of a pilot's folder: the page that says what to start where, the app for `flwr run`, start scripts."""
+"""The texts in a pilot's folder: instructions, the app for `flwr run`, start scripts."""
 
 import shlex
-from datetime import datetime
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,13 +8,14 @@ from typing import TYPE_CHECKING
 from fedprophet.config.config import Config
 from fedprophet.deploy import OFFLINE, QUICK
 from fedprophet.deploy.node import Node, NodeFile
+from fedprophet.display.numbers import counted
 from fedprophet.version import __version__
 
 if TYPE_CHECKING:
     from fedprophet.deploy.pilot import Pilot
 
 IGNORED = """\
-# Private keys, Flower's state and runs do not belong in a repository.
+# Private keys, Flower's state and runs must not be committed.
 *.key
 server/flower/
 server/state.db*
@@ -24,26 +24,26 @@ runs/
 """
 SERVER_START = """\
 #!/bin/sh
-# Starts the server; deploy.toml says how.
+# Starts the server. The settings are in deploy.toml.
 exec fedprophet deploy server "$(dirname "$0")/.."
 """
 
 _PAGE = """\
 # A FedProphet pilot
 
-One server and {count}, method `{method}` on `{data}`. Made by FedProphet {version}; install the same version
-on every machine:
+One server and {count}, method `{method}` on `{data}`. Made with FedProphet {version}. Install the same version on
+every machine:
 
     pip install 'fedprophet[flower]=={version}'
 
-Everything goes to one port of the server: `{address}` (TCP). Nodes need no open port.
+All connections go to one port of the server: `{address}` (TCP). Nodes need no open port.
 
 ## 1. Copy each node's folder to its device
 
 {copies}
 
-Each holds that device's own private key: copy it over a safe channel, and delete it here afterwards. Its `node.toml`
-says which client the device is, how much memory it may give and where its data is. Look through it on the device.
+Each holds that device's private key: copy it over a safe channel, then delete it here. Its `node.toml` says which
+client the device is, how much memory it may use and where its data is. Check it on the device.
 
 ## 2. Start the server, on this machine
 
@@ -53,7 +53,7 @@ says which client the device is, how much memory it may give and where its data 
 
     fedprophet deploy node node-0
 
-A node without a key in `server/keys/` is refused. See who is there, on this machine:
+A node without a key in `server/keys/` is refused. To see who is connected, on this machine:
 
     fedprophet deploy status {path}
 
@@ -61,30 +61,30 @@ A node without a key in `server/keys/` is refused. See who is there, on this mac
 
     fedprophet deploy run {path}
 
-It writes to `runs/`, as `fedprophet train` does. Ctrl-C stops the printing, not the run: `fedprophet deploy logs` goes
-on with the one, `fedprophet deploy stop` ends the other.
-After a stop, or when the server or its machine went down, start the server again and go on from the last round:
+It writes to `runs/`, as `fedprophet train` does. Ctrl-C stops the output, not the run: `fedprophet deploy logs` shows
+the output again, `fedprophet deploy stop` ends the run. After a stop, or if the server or its machine went down, start
+the server again and resume from the last round:
 
     fedprophet deploy run {path} --resume
 
-What is trained is in `config.toml`; a change of it is for the next run.
+The configuration is in `config.toml`; changes apply to the next run.
 
 ## Later
 
     fedprophet deploy add-node {path}              # one more device
-    fedprophet deploy remove-node {path} node-1    # a device that was lost: its key is refused from now on
+    fedprophet deploy remove-node {path} node-1    # a lost device: its key is refused from now on
     fedprophet deploy renew {path}                 # the server's certificate ends on {expiry}
 
 ## What is secret
 
 `ca/ca.key` signs servers that all nodes trust; keep it offline if you can, only `renew` needs it. `server/server.key`
-stays on the server, `node.key` on its device. Whoever may log in on the server can start runs, and a run is code on
+stays on the server, `node.key` on its device. Anyone who can log in on the server can start runs, and a run is code on
 every node.
 
 ## Without `fedprophet deploy`, for systemd and the like
 
 The commands above only set these variables and start these programs (`--print` shows them for any node). Flower
-starts its own programs by their bare names, so those of this installation come first in `PATH`:
+starts its own programs by name, so this installation's programs must come first in `PATH`:
 
 {environment}
 
@@ -96,32 +96,32 @@ Node, in its folder:
 
 {node}
 
-Do not start a bare `flower-superlink` on an address that others reach. Flower serves its control interface on the same
-port and asks nobody there who they are; `fedprophet.deploy.superlink` is the same server with that part closed to all
-but this machine.
+Do not start a bare `flower-superlink` on an address that others can reach. Flower serves its control interface on the
+same port, without authentication; `fedprophet.deploy.superlink` is the same server, but its control interface answers
+this machine only.
 """
 
 
 def app_text() -> str:
-    """Return the pyproject.toml of the app, the same as that of a simulation through `flwr run`."""
+    """Return the app's pyproject.toml, the same as for a simulation with `flwr run`."""
     return resources.files("fedprophet.flower").joinpath("app", "pyproject.toml").read_text("utf-8")
 
 
-def readme_text(pilot: "Pilot", config: Config, nodes: int, expiry: datetime) -> str:
-    """Return the page that says what to start where."""
+def readme_text(pilot: "Pilot", config: Config, nodes: int) -> str:
+    """Return the instructions: what to start where."""
     node = Node(Path("/path/to/node-0"), NodeFile(server=pilot.file.address, client=0))
     copies = [f"scp -pr {shlex.quote(str(pilot.folder(f'node-{client}')))} DEVICE-{client}:" for client in range(nodes)]
     variables = {**OFFLINE, **QUICK, "FLWR_HOME": "/path/to/flower"}
     exports = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
     return _PAGE.format(
-        count="one node" if nodes == 1 else f"{nodes} nodes",
+        count=counted(nodes, "node"),
         method=config.method,
         data=config.data.name,
         version=__version__,
         address=pilot.file.address,
         path=shlex.quote(str(pilot.path)),
         copies=_block(copies),
-        expiry=f"{expiry:%Y-%m-%d}",
+        expiry=f"{pilot.expiry():%Y-%m-%d}",
         environment=_block([*exports, "PATH=/path/to/environment/bin:$PATH"]),
         server=_block([_wrapped(pilot.command())]),
         node=_block([_wrapped(node.command())]),
@@ -133,6 +133,6 @@ def _block(lines: list[str]) -> str:
 
 
 def _wrapped(command: list[str]) -> str:
-    """Return a command as it is typed, each option on a line of its own."""
+    """Return a command for a shell, each option on its own line."""
     text = shlex.join(command)
     return text.replace(" --", " \\\n  --")

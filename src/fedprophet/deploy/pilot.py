@@ -2,36 +2,39 @@
 
 config.toml  deploy.toml  README.md
 app/         what `flwr run` sends to the server and the nodes: names, no code, no keys
-ca/          the authority: ca.pem for everybody, ca.key for nobody
+ca/          the authority: ca.pem is public, ca.key is secret
 server/      certificate and key, keys/ with the public keys that may connect, Flower's state
-nodes/       one folder for each device, to be copied there whole
-runs/        one folder for each run, as `fedprophet train` writes it
+nodes/       one folder per device, to be copied there
+runs/        one folder per run, as `fedprophet train` writes it
 """
 
 import ipaddress
 import re
 import shutil
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
+import tomlkit
 from pydantic import Field
 
-from fedprophet.config.config import Config, Section, load_config, to_toml
+from fedprophet.config.config import Config
+from fedprophet.config.load import load_config
+from fedprophet.config.reference import to_toml
 from fedprophet.data import find_dataset
 from fedprophet.deploy import DeployError, certificates, node, page
 from fedprophet.deploy.keys import HOW, by_key, make_key_pair, registered_form
-from fedprophet.deploy.tables import read_settings
-from fedprophet.errors import ConfigError, FedProphetError, unknown
+from fedprophet.deploy.settings_file import read_settings
+from fedprophet.errors import ConfigError, unknown
 from fedprophet.methods import find_method
+from fedprophet.methods.fedprophet import MeasureSettings
 from fedprophet.models import MODELS
-from fedprophet.settings.describe import Allowed, as_toml
-from fedprophet.settings.toml import toml_value
+from fedprophet.settings.describe import as_toml
+from fedprophet.settings.section import Section
+from fedprophet.settings.values import Allowed
 from fedprophet.storage.files import PILOT, write_atomic
 
 PORT = 9092
@@ -42,50 +45,48 @@ Hosts = Annotated[list[str], Allowed("list", 'a list of names and addresses, suc
 
 
 class PilotFile(Section):
-    """What the commands of `fedprophet deploy` need to know of this pilot."""
+    """The settings of a pilot."""
 
-    server: str = Field(description="The name or address by which the nodes reach the server.")
-    names: Hosts = Field(default_factory=list, description="Other names of the server, in its certificate too.")
+    server: str = Field(description="The name or address at which nodes reach the server.")
+    names: Hosts = Field(default_factory=list, description="Other names of the server, for its certificate.")
     port: int = Field(default=PORT, ge=1, le=65535, description="The server's port, the only one that nodes need.")
-    listen: str = Field(default="0.0.0.0", description="The address at which the server listens.")
+    listen: str = Field(default="0.0.0.0", description="The address on which the server listens.")
 
     @property
     def address(self) -> str:
-        """Where nodes find the server: host:port."""
+        """Where nodes reach the server: host:port."""
         return _joined(self.server, self.port)
 
     @property
     def here(self) -> str:
-        """Where this machine finds the server: over loopback if it listens there."""
+        """Where this machine reaches the server: over loopback if it listens there."""
         loopback = {"0.0.0.0": "127.0.0.1", "::": "::1"}
         return _joined(loopback.get(self.listen, self.listen), self.port)
 
 
 @dataclass(frozen=True)
 class Pilot:
-    """A pilot's folder and what its deploy.toml says."""
+    """A pilot's folder and its deploy.toml."""
 
     path: Path
     file: PilotFile
 
     @property
     def config(self) -> Path:
-        """The configuration of the next run."""
         return self.path / "config.toml"
 
     @property
     def authority(self) -> Path:
-        """The certificate that everybody in the pilot trusts."""
+        """The certificate of the authority that all nodes trust."""
         return self.path / "ca" / "ca.pem"
 
     @property
     def certificate(self) -> Path:
-        """The server's certificate."""
         return self.path / "server" / "server.pem"
 
     @property
     def keys(self) -> Path:
-        """The public keys of those who may connect: NODE.pub."""
+        """The public keys of the nodes that may connect: NODE.pub."""
         return self.path / "server" / "keys"
 
     @property
@@ -95,19 +96,16 @@ class Pilot:
 
     @property
     def runs(self) -> Path:
-        """The runs, one folder each."""
         return self.path / "runs"
 
     def nodes(self) -> dict[str, Path]:
-        """Return the public keys of those who may connect, by the node's name, in the order of the clients."""
+        """Return the public keys of the nodes that may connect, by name, in the order of the clients."""
         return _node_keys(self.keys)
 
     def folder(self, name: str) -> Path:
-        """Return where a node's folder was made."""
         return self.path / "nodes" / name
 
     def expiry(self) -> datetime:
-        """Return when the server's certificate ends."""
         return certificates.expiry(self.certificate)
 
     def command(self) -> list[str]:
@@ -128,14 +126,13 @@ class Pilot:
 
 
 def client_of(name: str) -> int:
-    """Return which client a node is, from its name."""
     return int(name.removeprefix("node-"))
 
 
 def clients_of_keys(keys: Path) -> dict[bytes, int]:
-    """Return which client each public key in a folder was made for, by the key as the server knows it.
+    """Return which client each public key in a folder belongs to, by the key as the server knows it.
 
-    A folder or a key that cannot be read is a sentence: who a node is must not depend on what happens to be there.
+    A folder or key that cannot be read is an error: it must not make a node another client.
     """
     return {key: client_of(path.stem) for key, path in by_key(_node_keys(keys).values()).items()}
 
@@ -149,34 +146,35 @@ def _node_keys(keys: Path) -> dict[str, Path]:
 
 
 def open_pilot(path: Path) -> Pilot:
-    """Open a pilot's folder; a sentence where it is none."""
+    """Open a pilot's folder; raise DeployError if it is not one."""
     path = path.absolute()
-    otherwise = f"{path} is no pilot's folder; fedprophet deploy init makes one"
-    return Pilot(path, read_settings(path / PILOT, PilotFile, otherwise))
+    missing = f"{path} is not a pilot's folder; fedprophet deploy init makes one"
+    return Pilot(path, read_settings(path / PILOT, PilotFile, missing))
 
 
 def check_server(pilot: Pilot) -> None:
-    """Refuse to start a server that no node could trust, or that would trust no node."""
+    """Raise DeployError if no node could trust the server, or no node may connect."""
     certificates.check_private(pilot.path / "server" / "server.key")
     certificates.check_issued(pilot.certificate, pilot.authority)
     if pilot.expiry() <= datetime.now(UTC):
-        text = f"Do: fedprophet deploy renew {pilot.path}"
-        raise DeployError(f"the server's certificate ended on {pilot.expiry():%Y-%m-%d}. {text}")
+        text = f"Renew it: fedprophet deploy renew {pilot.path}"
+        raise DeployError(f"the server's certificate expired on {pilot.expiry():%Y-%m-%d}. {text}")
     if not pilot.nodes():
-        raise DeployError(f"{pilot.keys} holds no key: nobody may connect. Do: fedprophet deploy add-node {pilot.path}")
+        text = f"Add a node: fedprophet deploy add-node {pilot.path}"
+        raise DeployError(f"{pilot.keys} holds no key: no node may connect. {text}")
 
 
 # Making --------------------------------------------------------------------------------------------------------------
 
 
 def pilot_config(source: str | None, overrides: Sequence[str], nodes: int) -> Config:
-    """Return a run's configuration for so many devices; `overrides` may ask for more clients, to be added later."""
+    """Return a run's configuration for some devices; `overrides` may ask for more clients, to be added later."""
     chosen = [text for text in overrides if text.partition("=")[0].strip() == "method"]
     plain = load_config(source, chosen)
     counts = {
         "population.cohort": plain.population.cohort,
         "evaluate.clients": plain.evaluate.clients,
-        "measure.clients": plain.measure.clients,
+        "measure.clients": plain.of(MeasureSettings).clients,
     }
     fitted = [f"{key}={min(count, nodes)}" for key, count in counts.items() if isinstance(count, int)]
     config = load_config(source, [f"population.clients={nodes}", *fitted, *overrides])
@@ -188,7 +186,7 @@ def pilot_config(source: str | None, overrides: Sequence[str], nodes: int) -> Co
 
 
 def check_names(config: Config) -> None:
-    """Refuse a method, a model or data that nobody knows: the server would find out only when the run starts."""
+    """Raise ConfigError for an unknown method, model or dataset now, not when the run starts on the server."""
     find_method(config.method)
     find_dataset(config.data.name)
     if config.model.name not in MODELS:
@@ -196,56 +194,39 @@ def check_names(config: Config) -> None:
 
 
 def make_pilot(path: Path, config: Config, file: PilotFile, nodes: int, days: int = certificates.SERVER_DAYS) -> Pilot:
-    """Write a pilot's folder; it is there whole or not at all."""
+    """Write a pilot's folder; after an error nothing of it is left."""
     for host in (file.server, *file.names):
         certificates.general_name(host)
-    with _about(path):
-        whole = path.resolve()
-        if whole.exists() and (not whole.is_dir() or any(whole.iterdir())):
-            raise ConfigError(f"{path} is not an empty folder. Give another one: keys in use are never written over")
-        # A folder that is there stays the same one: a shell may stand in it, and its parent may be somebody else's.
-        parent = whole if whole.exists() else whole.parent
-        parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{whole.name}-", dir=parent))
-        try:
-            _fill(Pilot(temporary, file), config, nodes, days, Pilot(whole, file))
-            _put(temporary, whole)
-        except BaseException as error:
-            shutil.rmtree(temporary, ignore_errors=True)
-            if isinstance(error, FedProphetError):
-                raise type(error)(str(error).replace(str(temporary), str(path))) from None
-            raise
-    return Pilot(whole, file)
-
-
-@contextmanager
-def _about(path: Path) -> Iterator[None]:
-    """Let an error of the system be a sentence about the folder that was asked for."""
     try:
-        yield
-    except (OSError, RuntimeError) as error:  # a circle of links is a RuntimeError
+        pilot = Pilot(path.resolve(), file)
+        existed = pilot.path.exists()
+        if existed and (not pilot.path.is_dir() or any(pilot.path.iterdir())):
+            raise ConfigError(f"{path} is not an empty folder. Give another one: keys in use are never overwritten")
+        pilot.path.parent.mkdir(parents=True, exist_ok=True)
+        pilot.path.mkdir(mode=0o700, exist_ok=True)
+        try:
+            _fill(pilot, config, nodes, days)
+        except BaseException:
+            _empty(pilot.path, remove=not existed)
+            raise
+    except (OSError, RuntimeError) as error:  # a loop of links is a RuntimeError
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise ConfigError(f"cannot make {path}: {reason}. Give another folder") from None
+    return pilot
 
 
-def _put(temporary: Path, path: Path) -> None:
-    """Put a filled folder where it belongs; into a folder that is there, its file deploy.toml comes last."""
-    if not path.exists():
-        temporary.replace(path)
-        return
-    names = sorted((child.name for child in temporary.iterdir()), key=PILOT.__eq__)
-    try:
-        for name in names:
-            (temporary / name).replace(path / name)
-        temporary.rmdir()
-    except BaseException:
-        for name in names:
-            if not (temporary / name).exists():
-                (path / name).replace(temporary / name)
-        raise
+def _empty(folder: Path, remove: bool) -> None:
+    """Empty a folder that could not be filled; an existing one stays, for a shell may be in it."""
+    for child in folder.iterdir():
+        if child.is_dir():
+            shutil.rmtree(child, ignore_errors=True)
+        else:
+            child.unlink()
+    if remove:
+        folder.rmdir()
 
 
-def _fill(pilot: Pilot, config: Config, nodes: int, days: int, final: Pilot) -> None:
+def _fill(pilot: Pilot, config: Config, nodes: int, days: int) -> None:
     authority = certificates.make_authority(f"FedProphet pilot at {pilot.file.server}")
     for folder in ("app", "ca", "server/keys", "server/flower", "nodes", "runs"):
         (pilot.path / folder).mkdir(parents=True)
@@ -255,50 +236,50 @@ def _fill(pilot: Pilot, config: Config, nodes: int, days: int, final: Pilot) -> 
     renew(pilot, days)
     for client in range(nodes):
         _write_node(pilot, client, None)
+    _write_script(pilot.path / "server" / "start.sh", page.SERVER_START)
     texts = {
-        PILOT: as_toml(pilot.file, comments=True),
         "config.toml": to_toml(config, comments=True),
         "app/pyproject.toml": page.app_text(),
-        "README.md": page.readme_text(final, config, nodes, pilot.expiry()),
+        "README.md": page.readme_text(pilot, config, nodes),
         ".gitignore": page.IGNORED,
+        PILOT: as_toml(pilot.file, comments=True),  # the last one: without it the folder is not a pilot's
     }
     for name, text in texts.items():
         write_atomic(pilot.path / name, text.encode())
-    _write_script(pilot.path / "server" / "start.sh", page.SERVER_START)
 
 
 def renew(pilot: Pilot, days: int) -> datetime:
-    """Write a new server certificate of the same authority, and return when it ends; the nodes need nothing new."""
+    """Write a new server certificate of the same authority and return when it expires; nodes need no change."""
     authority = certificates.Pair(_read(pilot.authority), _read(pilot.path / "ca" / "ca.key"))
     pair = certificates.make_server(authority, [pilot.file.server, *pilot.file.names], days)
-    # Should it stop between the two, a certificate without its key is told at the next start and renewed once more.
+    # If this stops between the two, the next start reports that they do not match.
     certificates.write_private(pilot.path / "server" / "server.key", pair.key)
     write_atomic(pilot.certificate, pair.certificate)
     return pilot.expiry()
 
 
 def add_node(pilot: Pilot, client: int | None = None, public_key: Path | None = None) -> str:
-    """Make one more node's folder and let its key connect; return its name.
+    """Make a folder for one more node and let its key connect; return its name.
 
-    Without `client` it is the first that has no node. With a `public_key` the private one stays where it was made.
+    Without `client` it is the first one without a node. With a `public_key` the private key stays where it was made.
     """
     taken = {client_of(name) for name in pilot.nodes()}
     chosen = next(number for number in range(len(taken) + 1) if number not in taken) if client is None else client
     name = f"node-{chosen}"
     if chosen in taken:
         text = f"To give it another key, remove it first: fedprophet deploy remove-node {pilot.path} {name}"
-        raise ConfigError(f"client {chosen} has a node already, {name}. {text}")
+        raise ConfigError(f"client {chosen} already has a node, {name}. {text}")
     if pilot.folder(name).exists():
-        raise ConfigError(f"{pilot.folder(name)} is still there. Move it away or delete it, then try again")
+        raise ConfigError(f"{pilot.folder(name)} still exists. Move or delete it, then try again")
     _write_node(pilot, chosen, public_key)
     return name
 
 
 def remove_node(pilot: Pilot, name: str) -> bytes:
-    """Refuse a node from the server's next start on; return its key as the running server knows it."""
+    """Refuse a node from the server's next start; return its key as a running server knows it."""
     nodes = pilot.nodes()
     if name not in nodes:
-        raise ConfigError(f"{unknown('node', name, nodes)}")
+        raise ConfigError(unknown("node", name, nodes))
     key = registered_form(nodes[name])
     removed = pilot.path / "server" / "removed"
     removed.mkdir(exist_ok=True)
@@ -307,18 +288,14 @@ def remove_node(pilot: Pilot, name: str) -> bytes:
 
 
 def raise_clients(pilot: Pilot, clients: int) -> bool:
-    """Let the next run have at least so many clients; return whether config.toml had to be changed for that."""
+    """Raise population.clients in config.toml to at least this number; return whether it had to be changed."""
     if load_config(pilot.config).population.clients >= clients:
         return False
-    section, lines = "", pilot.config.read_text("utf-8").splitlines()
-    for number, line in enumerate(lines):
-        section = line.strip() if line.strip().startswith("[") else section
-        if section == "[population]" and re.fullmatch(r"\s*clients\s*=\s*[0-9]+\s*", line):
-            lines[number] = f"clients = {clients}"
-    text = "\n".join(lines) + "\n"
-    write_atomic(pilot.config, text.encode())
-    if load_config(pilot.config).population.clients < clients:
-        raise ConfigError(f"set population.clients in {pilot.config} to at least {clients}: the new node is one more")
+    document = tomlkit.parse(pilot.config.read_text("utf-8"))
+    document.setdefault("population", tomlkit.table())["clients"] = clients
+    write_atomic(pilot.config, tomlkit.dumps(document).encode())
+    if load_config(pilot.config).population.clients < clients:  # a [methods] table overrides it
+        raise ConfigError(f"set population.clients in {pilot.config} to at least {clients}, for the new node")
     return True
 
 
@@ -327,7 +304,7 @@ def _write_node(pilot: Pilot, client: int, public_key: Path | None) -> None:
     if public_key is not None:
         there = by_key(pilot.nodes().values()).get(registered_form(public_key))
         if there is not None:
-            raise DeployError(f"{public_key} is the key of {there.stem}, and a node is one client. {HOW}")
+            raise DeployError(f"{public_key} is already the key of {there.stem}, but a node is one client. {HOW}")
     file = node.NodeFile(server=pilot.file.address, client=client, port=node.port_of(client))
     folder = pilot.folder(name)
     folder.mkdir(mode=0o700)
@@ -335,7 +312,7 @@ def _write_node(pilot: Pilot, client: int, public_key: Path | None) -> None:
         public = _fill_node(pilot, file, name, public_key)
         write_atomic(pilot.keys / f"{name}.pub", public)
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)  # what is left would stand in the way of the next attempt
+        shutil.rmtree(folder, ignore_errors=True)  # it would be in the way of the next attempt
         raise
 
 
@@ -368,11 +345,10 @@ def _read(path: Path) -> bytes:
 
 
 def write_connection(pilot: Pilot) -> None:
-    """Tell Flower's command line where the server is. It wants absolute paths, so this follows the folder's moves."""
-    table = {"address": pilot.file.here, "root-certificates": str(pilot.authority)}
-    lines = [f"{key} = {toml_value(value)}" for key, value in table.items()]
-    head = f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\n'
-    write_atomic(pilot.flower / "config.toml", (head + "\n".join(lines) + "\n").encode())
+    """Tell Flower's command line where the server is. Paths must be absolute, so this is written before each use."""
+    connection = {"address": pilot.file.here, "root-certificates": str(pilot.authority)}
+    table = {"superlink": {"default": CONNECTION, CONNECTION: connection}}
+    write_atomic(pilot.flower / "config.toml", tomlkit.dumps(table).encode())
 
 
 def _joined(host: str, port: int) -> str:
@@ -384,7 +360,7 @@ def _joined(host: str, port: int) -> str:
 
 
 def listen_address(server: str) -> str:
-    """Return where a server of this name listens: on loopback only if that is where its nodes look for it."""
+    """Return where a server of this name listens: on loopback only if its name is a loopback address."""
     if server == "localhost":
         return "127.0.0.1"
     try:

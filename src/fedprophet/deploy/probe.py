@@ -1,8 +1,8 @@
-"""What this machine can spare for training: memory now, a measured FLOP rate, and the speed of its storage.
+"""This machine's available resources: memory, a measured FLOP rate, and the speed of its storage.
 
-Memory is what this process may still take: the least of the machine's available memory and, for each control group that
-the process is in, its limit less what is used there and cannot be given back. It is read anew each time. The two rates
-are measured once and kept in the node's home with the machine's facts; on another machine they are measured again.
+Available memory is the least of the machine's and, for each control group of this process, the limit minus what is used
+and cannot be reclaimed. It is read each time. The two rates are measured once and kept in the node's home with facts
+about the machine; on another machine they are measured again.
 """
 
 import json
@@ -11,7 +11,7 @@ import platform
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path, PurePosixPath
@@ -20,37 +20,37 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from fedprophet.machine import processor
-from fedprophet.messages.task import Resources
+from fedprophet import machine
+from fedprophet.messages.values import Resources
 from fedprophet.randomness import generator
 from fedprophet.storage.files import make_folder, write_atomic, write_error
 
 RECORD = "machine.json"
 VERSION = 1
-"""Of the way of measuring: another one is measured again."""
+"""Of the measurement: rates of another version are measured again."""
 WARM_UP, REPEATS, SECONDS = 2, 9, 1.0
-"""Convolutions before the clock counts, at most, and for how long at most."""
+"""Convolutions that are not timed, most that are, and most seconds."""
 CHANNELS, SIDE, BATCH = 64, 16, 4
 CHUNK, CHUNKS, STORAGE_SECONDS = 4 << 20, 8, 0.7
-ROOM = "Make room there or give the node another home"
+ADVICE = "Free some space there or give the node another home"
 
 
 @dataclass(frozen=True)
 class Rates:
-    """FLOP/s of training on so many threads, and bytes/s to and from the storage."""
+    """FLOP/s of training, and bytes/s to and from storage."""
 
     performance: float
     bandwidth: float
 
 
 def machine_resources(home: Path, *, refresh: bool = False, threads: int = 1) -> Resources:
-    """Return what this machine can spare now; `home` keeps the measured rates, `refresh` measures them again."""
+    """Return the available resources; `home` keeps the measured rates, `refresh` measures them again."""
     facts = _facts(threads)
     rates = None if refresh else _recall(home / RECORD, facts)
     if rates is None:
         rates = Rates(flop_rate(threads), storage_rate(home))
         record = {"facts": facts, "rates": asdict(rates)}
-        write_atomic(home / RECORD, (json.dumps(record, indent=2) + "\n").encode(), ROOM)
+        write_atomic(home / RECORD, (json.dumps(record, indent=2) + "\n").encode(), ADVICE)
     return Resources(available_memory(), rates.performance, rates.bandwidth)
 
 
@@ -58,7 +58,7 @@ def _facts(threads: int) -> dict[str, Any]:
     return {
         "probe": VERSION,
         "machine": platform.machine(),
-        "processor": processor(),
+        "processor": machine.processor(),
         "cores": os.cpu_count(),
         "threads": threads,
         "torch": torch.__version__,
@@ -66,7 +66,7 @@ def _facts(threads: int) -> dict[str, Any]:
 
 
 def _recall(record: Path, facts: dict[str, Any]) -> Rates | None:
-    """Return the rates that were measured on this very machine; None where there are none or the file is damaged."""
+    """Return the rates measured on this machine; None if there are none or the file is damaged."""
     try:
         table = json.loads(record.read_bytes())
         rates = Rates(**table["rates"]) if table["facts"] == facts else None
@@ -81,14 +81,14 @@ def _recall(record: Path, facts: dict[str, Any]) -> Rates | None:
 
 
 def flop_rate(threads: int = 1, seconds: float = SECONDS) -> float:
-    """Return the median FLOP/s of a convolution, forward and backward: what training gets, not a data sheet's."""
+    """Return the median FLOP/s of a convolution, forward and backward."""
     draw = generator(0, "flop rate")
     x = torch.randn(BATCH, CHANNELS, SIDE, SIDE, generator=draw).requires_grad_()
     weight = torch.randn(CHANNELS, CHANNELS, 3, 3, generator=draw).requires_grad_()
-    # Two operations for each product; the backward pass computes as much again for the input and for the weight.
+    # Two operations per product; the backward pass takes as many for the input and for the weight.
     flops = 3 * 2 * BATCH * CHANNELS * CHANNELS * 9 * SIDE * SIDE
     rates: list[float] = []
-    with _threads(threads):
+    with machine.threads(threads):
         end = time.perf_counter() + seconds
         for repeat in range(WARM_UP + REPEATS):
             began = time.perf_counter()
@@ -100,40 +100,30 @@ def flop_rate(threads: int = 1, seconds: float = SECONDS) -> float:
     return statistics.median(rates[WARM_UP:])
 
 
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def storage_rate(folder: Path, seconds: float = STORAGE_SECONDS) -> float:
-    """Return bytes/s of writing a file to the disk and reading it back, in equal parts; the file is removed again."""
+    """Return bytes/s of writing a file to the disk and reading it back; the file is removed."""
     path = folder / f".storage-rate-{os.getpid()}.tmp"
     try:
         make_folder(folder)
         with path.open("w+b", buffering=0) as file:
             began = time.perf_counter()
             size = _fill(file, began + seconds)
-            if hasattr(os, "posix_fadvise"):  # else the reading part is the page cache's
+            if hasattr(os, "posix_fadvise"):  # otherwise it would be read from the page cache
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             file.seek(0)
             while file.read(CHUNK):
                 pass
             return 2 * size / (time.perf_counter() - began)
     except OSError as error:
-        raise write_error(path, error, ROOM) from error
+        raise write_error(path, error, ADVICE) from error
     finally:
         with suppress(OSError):
             path.unlink(missing_ok=True)
 
 
 def _fill(file: FileIO, end: float) -> int:
-    """Write chunks through to the disk, at least one, until the file is large enough or the time is up."""
-    data = os.urandom(CHUNK)  # a file system that compresses would flatter zeros
+    """Write chunks to the disk, at least one, until the file is large enough or the time is up."""
+    data = os.urandom(CHUNK)  # a file system could compress zeros
     size = 0
     while size == 0 or (size < CHUNKS * CHUNK and time.perf_counter() < end):
         size += file.write(data)
@@ -146,12 +136,12 @@ def _fill(file: FileIO, end: float) -> int:
 
 @dataclass(frozen=True)
 class Accounts:
-    """The names under which a version of control groups keeps limit, usage, and what of it can be given back."""
+    """Where a version of control groups keeps limit, usage, and what can be reclaimed."""
 
     limit: str
     usage: str
     reclaimable: str
-    """The field of memory.stat: page cache that nobody has touched lately."""
+    """The field of memory.stat: page cache that was not used recently."""
 
 
 CONTROL_GROUPS = {
@@ -162,12 +152,12 @@ CONTROL_GROUPS = {
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Return the bytes that this process may still take; `root` is where /proc and /sys are looked for."""
+    """Return the bytes that this process may still use; `root` is where /proc and /sys are."""
     return max(0, min([_machine_memory(root), *_group_memory(root)]))
 
 
 def _machine_memory(root: Path) -> int:
-    """Return the machine's available memory; its total where the system does not tell what is available."""
+    """Return the machine's available memory; its total memory if the system does not tell."""
     for line in _lines(root / "proc/meminfo"):
         name, _, value = line.partition(":")
         if name == "MemAvailable":
@@ -176,11 +166,11 @@ def _machine_memory(root: Path) -> int:
 
 
 def _group_memory(root: Path) -> Iterator[int]:
-    """Yield what is left in each control group that this process is in, from its own up to the outermost seen here."""
+    """Yield what is left in each control group of this process, from the innermost to the outermost that is visible."""
     paths = dict(_memberships(root))
     for kind, top, mount in _mounts(root):
         inside = paths.get(kind, "/")
-        # In a container the mount may begin below the path's root: what is above it cannot be seen from here.
+        # In a container the mount may start below the root of the path: what is above is not visible.
         below = PurePosixPath(inside).relative_to(top) if PurePosixPath(inside).is_relative_to(top) else "."
         group = root / mount.lstrip("/") / below
         for folder in (group, *group.parents):
@@ -190,7 +180,7 @@ def _group_memory(root: Path) -> Iterator[int]:
 
 
 def _memberships(root: Path) -> Iterator[tuple[str, str]]:
-    """Yield this process's path in the control groups that account for memory, by their file system."""
+    """Yield the file system and this process's path of control groups for memory."""
     for line in _lines(root / "proc/self/cgroup"):
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -201,7 +191,7 @@ def _memberships(root: Path) -> Iterator[tuple[str, str]]:
 
 
 def _mounts(root: Path) -> Iterator[tuple[str, str, str]]:
-    """Yield file system, its root and its mount point for the mounts that hold control groups of memory."""
+    """Yield file system, root and mount point of control groups for memory."""
     for line in _lines(root / "proc/self/mountinfo"):
         before, separator, after = line.partition(" - ")
         place, kind = before.split(" "), after.split(" ")
@@ -210,7 +200,7 @@ def _mounts(root: Path) -> Iterator[tuple[str, str, str]]:
 
 
 def _left(folder: Path, accounts: Accounts) -> Iterator[int]:
-    """Yield a group's limit less what is used and cannot be given back; nothing where it has no limit."""
+    """Yield a group's limit minus what is used and cannot be reclaimed; nothing if it has no limit."""
     limit = "".join(_lines(folder / accounts.limit)).strip()
     if not limit.isdigit():
         return
@@ -221,7 +211,7 @@ def _left(folder: Path, accounts: Accounts) -> Iterator[int]:
 
 
 def _lines(path: Path) -> list[str]:
-    """Return a file's lines; none where the system has no such file."""
+    """Return a file's lines; none if the system has no such file."""
     try:
         return path.read_text().splitlines()
     except OSError:

@@ -1,11 +1,11 @@
-"""What a pilot looks like now: its server, who is connected, its runs."""
+"""The state of a pilot: its server, its nodes and its runs."""
 
 from typing import Any
 
 from fedprophet.deploy.control import NoAnswerError, NodeState, RunState, connected
 from fedprophet.deploy.keys import registered_form
 from fedprophet.deploy.pilot import Pilot, client_of
-from fedprophet.runs.run import RunFiles
+from fedprophet.runs.files import RunFiles
 
 UNKNOWN = NodeState(0, "unknown", "")
 """A node while no server is running."""
@@ -20,49 +20,29 @@ def pilot_status(pilot: Pilot) -> dict[str, Any]:
     except NoAnswerError:
         nodes, runs, running = {}, [], False
     absent = REFUSED if running else UNKNOWN
+    states = {name: nodes.get(registered_form(key), absent) for name, key in pilot.nodes().items()}
+    latest = {run.out: run for run in runs}
+    configs = sorted(pilot.runs.glob("*/config.toml"), key=lambda path: path.stat().st_mtime_ns)
     return {
         "path": str(pilot.path),
         "server": pilot.file.address,
         "running": running,
         "expires": pilot.expiry().isoformat(),
         "nodes": [
-            _node(name, nodes.get(registered_form(public_key), absent)) for name, public_key in pilot.nodes().items()
+            {"name": name, "client": client_of(name), "status": state.status, "since": state.since}
+            for name, state in states.items()
         ],
-        "runs": _runs(pilot, runs),
+        "runs": [_run(RunFiles(config.parent), latest.get(str(config.parent))) for config in configs],
     }
 
 
-def _node(name: str, state: NodeState) -> dict[str, Any]:
-    return {"name": name, "client": client_of(name), "status": state.status, "since": state.since}
-
-
-def _runs(pilot: Pilot, known: list[RunState]) -> list[dict[str, Any]]:
-    """Return the runs in the pilot's folder, each with what the server says of its last attempt."""
-    latest = {run.out: run for run in known}
-    rows = []
-    for config in sorted(pilot.runs.glob("*/config.toml"), key=lambda path: path.stat().st_mtime_ns):
-        files = RunFiles(config.parent)
-        run = latest.get(str(files.path))
-        rows.append(
-            {
-                "name": files.path.name,
-                "path": str(files.path),
-                "id": run.run_id if run else None,
-                "status": _status(files, run),
-                "rounds": _rounds(files),
-            }
-        )
-    return rows
-
-
-def _status(files: RunFiles, run: RunState | None) -> str:
-    if files.results.exists():
-        return "finished"
-    return run.status if run and not run.over else "stopped"
-
-
-def _rounds(files: RunFiles) -> int:
-    try:
-        return files.journal.read_bytes().count(b"\n")
-    except OSError:
-        return 0
+def _run(files: RunFiles, run: RunState | None) -> dict[str, Any]:
+    """Return a run in the pilot's folder, with what the server says about its last attempt."""
+    status = "finished" if files.results.exists() else run.status if run and not run.over else "stopped"
+    return {
+        "name": files.path.name,
+        "path": str(files.path),
+        "id": run.run_id if run else None,
+        "status": status,
+        "rounds": files.journal.read_bytes().count(b"\n") if files.journal.exists() else 0,
+    }

@@ -1,101 +1,61 @@
-"""Messages between two processes of one run: Python objects, and behind each the bytes of its tensors.
+"""Messages between two processes of one run: Python objects, and after each the bytes of its tensors.
 
 Both ends are this program, one forked from the other, and nothing that was read from a file or from another machine
-is unpickled here. A tensor goes from its memory into the socket and from there into new memory, without a copy between.
+is unpickled here. Tensors are left out of the pickle, and those that several messages share are sent once.
 """
 
 import io
 import pickle
-import socket
-import struct
 from collections.abc import Mapping
-from contextlib import suppress
+from multiprocessing.connection import Connection
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_HEADER = struct.Struct("<Q?")
-"""The length of the pickle, and whether the tensors that were remembered so far are to be forgotten."""
-_MOST_PARTS = 512
-"""So many pieces of memory go into one call; systems allow 1024."""
+CLOSED = (EOFError, OSError)
+"""What `send` and `receive` raise when the other end is gone."""
+
+_PIECE = 2**17
+"""Tensors are sent in pieces of so many bytes: a connection copies what it receives, and small copies are cheap."""
 
 Shared = Mapping[int, int]
 """Tensors that several messages have in common: the number of each, by its id()."""
 
 
-class ClosedError(Exception):
-    """The other end is gone."""
-
-
 class Channel:
-    """One end of a connection. `send` blocks until the other end has taken the message, as `receive` does for one."""
+    """One end of a connection. `send` blocks until the other end has taken the message, `receive` until one comes."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket = connection
+    def __init__(self, connection: "Connection[Any, Any]") -> None:
+        self.connection = connection
         self._sent: set[int] = set()
-        self._kept: dict[int, Tensor] = {}
-        self._fresh = False
-
-    def fileno(self) -> int:
-        """Return the descriptor to wait for."""
-        return self._socket.fileno()
+        self._received: dict[int, Tensor] = {}
+        self._forget = False
 
     def forget(self) -> None:
         """Let both ends forget the shared tensors, with the next message."""
         self._sent.clear()
-        self._fresh = True
+        self._forget = True
 
     def send(self, message: object, shared: Shared = MappingProxyType({})) -> None:
-        """Send a message; a shared tensor travels the first time and is only named from then on."""
+        """Send a message. A shared tensor is sent the first time, and only named from then on."""
         file = io.BytesIO()
         packer = _Packer(file, shared, self._sent)
         packer.dump(message)
-        text = file.getbuffer()
-        parts = [memoryview(_HEADER.pack(len(text), self._fresh)), text, *packer.tensors]
-        self._fresh = False
-        try:
-            while parts:
-                done = self._socket.sendmsg(parts[:_MOST_PARTS])
-                while parts and done >= len(parts[0]):
-                    done -= len(parts.pop(0))
-                if done:
-                    parts[0] = parts[0][done:]
-        except (BrokenPipeError, ConnectionResetError):
-            raise ClosedError from None
+        if self._forget:
+            self.connection.send_bytes(b"")
+            self._forget = False
+        self.connection.send_bytes(file.getbuffer())
+        for memory in packer.tensors:
+            for offset in range(0, len(memory), _PIECE):
+                self.connection.send_bytes(memory[offset : offset + _PIECE])
 
     def receive(self) -> Any:
-        """Return the next message; ClosedError where there is none to come."""
-        header = bytearray(_HEADER.size)
-        self.fill(memoryview(header))
-        length, fresh = _HEADER.unpack(header)
-        if fresh:
-            self._kept.clear()
-        text = bytearray(length)
-        self.fill(memoryview(text))
-        return _Unpacker(io.BytesIO(text), self, self._kept).load()
-
-    def fill(self, memory: memoryview) -> None:
-        """Read as many bytes as fit."""
-        while memory:
-            try:
-                count = self._socket.recv_into(memory)
-            except ConnectionResetError:
-                raise ClosedError from None
-            if not count:
-                raise ClosedError
-            memory = memory[count:]
-
-    def drop(self) -> None:
-        """Let go of this process's copy of the connection, which stays open for others."""
-        self._socket.close()
-
-    def close(self) -> None:
-        """Hang up. The other end notices, even where a third process holds a copy of the connection."""
-        with suppress(OSError):  # it was gone already
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+        """Return the next message."""
+        while not (text := self.connection.recv_bytes()):
+            self._received.clear()
+        return _Unpacker(io.BytesIO(text), self.connection, self._received).load()
 
 
 class _Packer(pickle.Pickler):
@@ -123,21 +83,23 @@ class _Packer(pickle.Pickler):
 
 
 class _Unpacker(pickle.Unpickler):
-    """Reads each tensor where the pickle has left it out."""
+    """Reads each tensor from the connection where the pickle has left it out."""
 
-    def __init__(self, file: io.BytesIO, channel: Channel, kept: dict[int, Tensor]) -> None:
+    def __init__(self, file: io.BytesIO, connection: "Connection[Any, Any]", received: dict[int, Tensor]) -> None:
         super().__init__(file)
-        self._channel, self._kept = channel, kept
+        self._connection, self._received = connection, received
 
     def persistent_load(self, pid: Any) -> Tensor:
         number, *kind = pid
         if not kind:
-            return self._kept[number]
+            return self._received[number]
         dtype, shape = kind
         tensor = torch.empty(shape, dtype=dtype)
-        self._channel.fill(_bytes_of(tensor))
+        memory, filled = _bytes_of(tensor), 0
+        while filled < len(memory):
+            filled += self._connection.recv_bytes_into(memory, filled)
         if number is not None:
-            self._kept[number] = tensor
+            self._received[number] = tensor
         return tensor
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fedprophet.client.workspace import Workspace
+from fedprophet.engines.registry import EngineParts, engine
 from fedprophet.engines.stacked import Limits, StackedEngine
 from fedprophet.errors import ConfigError
 from fedprophet.fast.rounds import Backend
@@ -18,6 +19,12 @@ ACTIVATIONS_SHARE, RESIDENT_SHARE, PLANS_SHARE = 0.25, 0.25, 0.25
 
 
 PRECISIONS = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@engine("cuda", "groups of clients at once on an NVIDIA GPU", settings=("precision",))
+def make_cuda(parts: EngineParts) -> StackedEngine:
+    """Make the engine."""
+    return cuda_engine(parts.population, parts.workspaces, parts.reserve, parts.config.precision)
 
 
 def cuda_engine(

@@ -1,10 +1,10 @@
-"""Batch norm folded into the convolution before it, for as long as neither changes: in attacks and in evaluation.
+"""Batch norm folded into the convolution before it while neither changes: in attacks and in evaluation.
 
 In evaluation mode a norm layer is an affine map of each channel, so that with s = gamma / sqrt(variance + eps)
 
     BN(W ∗ x + b) = gamma · (W ∗ x + b − mean) / sqrt(variance + eps) + beta = (s·W) ∗ x + s·(b − mean) + beta,
 
-which is one convolution: nothing of the size of a feature is computed, kept or sent back for the norm layer.
+which is one convolution: nothing of the size of a feature is computed, stored or differentiated for the norm layer.
 """
 
 from collections.abc import Iterator
@@ -19,6 +19,7 @@ from fedprophet.cascade.atoms import Chain
 
 def fold(convolution: nn.Conv2d, norm: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
     """Return weight and bias of the convolution that does the work of both."""
+    # torch.nn.utils.fusion cuts the gradients to both layers and rounds the bias differently: runs would not repeat.
     assert norm.running_mean is not None
     assert norm.running_var is not None
     scale = torch.rsqrt(norm.running_var + norm.eps)
@@ -29,13 +30,8 @@ def fold(convolution: nn.Conv2d, norm: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
     return convolution.weight * scale.view(-1, 1, 1, 1), bias
 
 
-def is_hooked(layer: nn.Module) -> bool:
-    """Whether somebody listens to what a layer does."""
-    return bool(layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
-
-
-class Folded(nn.Module):
-    """A convolution and its norm layer in evaluation mode. It always follows both, but folds them once while held."""
+class FoldedConvolution(nn.Module):
+    """A convolution and its norm layer in evaluation mode. It folds their parameters at every call, or once if held."""
 
     def __init__(self, convolution: nn.Conv2d, norm: nn.BatchNorm2d) -> None:
         super().__init__()
@@ -48,18 +44,32 @@ class Folded(nn.Module):
         return convolve(self.convolution, x, weight, bias)
 
 
-def folded(convolution: nn.Module, norm: nn.Module) -> Folded | None:
-    """Return both as one layer; None where they are not torch's own, doing nothing but what the equation says."""
+def folded(convolution: nn.Module, norm: nn.Module) -> FoldedConvolution | None:
+    """Return both as one layer; None if they do anything but what the equation says."""
     if type(convolution) is not nn.Conv2d or type(norm) is not nn.BatchNorm2d:
         return None
-    keeps_statistics = norm.running_mean is not None and norm.running_var is not None
-    if not keeps_statistics or convolution.padding_mode != "zeros" or is_hooked(convolution) or is_hooked(norm):
+    has_statistics = norm.running_mean is not None and norm.running_var is not None
+    if not has_statistics or convolution.padding_mode != "zeros" or is_hooked(convolution) or is_hooked(norm):
         return None
-    return Folded(convolution, norm)
+    return FoldedConvolution(convolution, norm)
+
+
+@contextmanager
+def held(chain: Chain, first: int, last: int | None) -> Iterator[None]:
+    """Fold once for a `with` block in which no parameter of atoms `first` … `last` − 1 changes."""
+    layers = [layer for layer in chain.modules(first, last) if isinstance(layer, FoldedConvolution)]
+    try:
+        with torch.no_grad():
+            for layer in layers:
+                layer.held = fold(layer.convolution, layer.norm)
+        yield
+    finally:
+        for layer in layers:
+            layer.held = None
 
 
 class Pointwise(nn.Module):
-    """A 1×1 convolution with a stride, which leaves out what the stride skips before it begins."""
+    """A 1×1 convolution with a stride, which first drops the positions that the stride skips."""
 
     def __init__(self, convolution: nn.Conv2d) -> None:
         super().__init__()
@@ -88,15 +98,6 @@ def is_strided_pointwise(layer: nn.Module) -> bool:
     return layer.kernel_size == (1, 1) and layer.stride != (1, 1) and layer.padding in ((0, 0), "valid")
 
 
-@contextmanager
-def held(chain: Chain, first: int, last: int | None) -> Iterator[None]:
-    """Fold once for a `with` block in which no parameter of atoms `first` … `last` − 1 changes."""
-    layers = [layer for layer in chain.modules(first, last) if isinstance(layer, Folded)]
-    try:
-        with torch.no_grad():
-            for layer in layers:
-                layer.held = fold(layer.convolution, layer.norm)
-        yield
-    finally:
-        for layer in layers:
-            layer.held = None
+def is_hooked(layer: nn.Module) -> bool:
+    """Whether hooks are registered on a layer."""
+    return bool(layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from fedprophet.fast.draws import Draws
-from fedprophet.fast.folded import Folded
+from fedprophet.fast.folded import FoldedStack
 from fedprophet.fast.kernels import TINY, Ball, sample_norms
 from fedprophet.threat import ThreatModel
 
 Gradient = Callable[[Tensor], Tensor]
-"""Of an objective, with respect to inputs as the first block reads them; perhaps still spread (`Folded.spreads`)."""
+"""Of an objective, for inputs as the first block reads them; perhaps still spread (`FoldedStack.spreads`)."""
 
 
 class Attack:
@@ -27,7 +27,7 @@ class Attack:
         self.ball.radius.fill_(threat.radius)
         self.ball.step.fill_(threat.step)
 
-    def __call__(self, gradient: Gradient, clean: Tensor, network: Folded, draws: Draws) -> Tensor:
+    def __call__(self, gradient: Gradient, clean: Tensor, network: FoldedStack, draws: Draws) -> Tensor:
         """Return inputs (K×N×H×W×C) perturbed so that the objective is high, as the first block reads them."""
         perturbed = self.start(clean, draws)
         scaled = network.scaling(clean.device)(perturbed)
@@ -40,7 +40,7 @@ class Attack:
         ball = self.ball
         return (clean + STARTS[ball.norm](clean, ball, draws)).clamp_(ball.low, ball.high)
 
-    def climb(self, gradient: Gradient, clean: Tensor, perturbed: Tensor, scaled: Tensor, network: Folded) -> None:
+    def climb(self, gradient: Gradient, clean: Tensor, perturbed: Tensor, scaled: Tensor, network: FoldedStack) -> None:
         """Move perturbed inputs one step up the gradient, in place, and what the first block reads with them."""
         scaling = network.scaling(clean.device)
         network.kernels.ascend(perturbed, scaled, clean, gradient(scaled), self.ball, scaling, network.spreads)

@@ -65,7 +65,7 @@ class Draws:
 
     def _draw(self, name: str) -> None:
         if self._seeds is None:
-            return  # nobody has asked for anything yet
+            return  # nothing has been drawn yet
         drawn = self._drawn[name]
         for number, row in enumerate(drawn.values, start=drawn.first):
             self._generator.manual_seed(key(self._seeds[number], name))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedprophet.fast.kernels import FEW, Kernels
 from fedprophet.fast.layout import Tensors
-from fedprophet.fast.program import Block, Convolution, Exits, Ladder, Program
+from fedprophet.fast.program import Block, Convolution, Exits, Ladder, LayerProgram
 from fedprophet.fast.stack import Exit, Network, dense_backward, dense_forward, joined, norm_of
 
 AtExit = Callable[[Exits, Tensor, bool, Tensor | None], Tensor]
@@ -21,7 +21,7 @@ SMALL = 4
 """A block of at most so many positions is run as a matrix: most taps of a convolution would meet nothing but border."""
 
 
-class Folded(Network):
+class FoldedStack(Network):
     """Networks in evaluation mode: batch norm is part of the convolutions. Only gradients of inputs are ever needed."""
 
     def __init__(self, ladder: Ladder, kernels: Kernels, compute: torch.dtype) -> None:
@@ -211,7 +211,7 @@ class Folded(Network):
         return self.dense_weights[own], self.dense_biases[own]
 
 
-def _small_blocks(program: Program) -> list[int]:
+def _small_blocks(program: LayerProgram) -> list[int]:
     """Return for each block its side where it has so few positions that it is run as a matrix, else 0.
 
     Blocks beside a shortcut are not: few have so few positions, and the matrices would have to know of it.
@@ -225,7 +225,7 @@ def _small_blocks(program: Program) -> list[int]:
     ]
 
 
-def _is_head(program: Program) -> bool:
+def _is_head(program: LayerProgram) -> bool:
     """Whether an exit is one linear layer that reads the mean over all positions."""
     return len(program.dense) == 1 and program.side == 1 and not program.dense[0].relu
 
@@ -234,7 +234,7 @@ def _is_plain(part: Convolution) -> bool:
     return (part.kernel, part.stride) == (3, 1)
 
 
-def _spreads(program: Program) -> bool:
+def _spreads(program: LayerProgram) -> bool:
     """Whether the first convolution reads so few numbers that its gradient is spread, and nothing else reads them."""
     alone = len(program.blocks) == 1 or not program.blocks[1].residual
     return 9 * program.shape[0] <= FEW and _is_plain(program.blocks[0]) and alone

@@ -21,11 +21,11 @@ from fedprophet.fast.kernels import (
     FEW,
     TINY,
     Ball,
+    Kernels,
     Norm,
     Scaling,
     Slopes,
     Statistics,
-    TorchKernels,
     gathered,
     row_count,
     unbiased,
@@ -33,27 +33,27 @@ from fedprophet.fast.kernels import (
 from fedprophet.fast.tiles import block_tiles, divisor, row_tiles
 
 PARTS = 64
-"""A reduction over rows is cut into at most so many parts (a power of two), which are then added."""
+"""The most parts (a power of two) that a reduction over rows is cut into. They are then added."""
 ROWS = 128
 CHANNELS = 32
-"""So many channels' parts are added by one program."""
+"""Channels whose parts one program adds."""
 BLOCK = 1024
 LARGEST_TILE = 128
-"""Positions of a tile at least as many as a line may have."""
+"""The most positions of a tile, and of a line of an image."""
 SHARED = 200 * 1024
-"""The largest tiles need almost so many bytes of a processor's own memory."""
+"""Bytes of a processor's own memory that the largest tiles need."""
 _LARGEST = 3e38
 """Stands for infinity."""
 
 
-class TritonKernels:
-    """The operations of `kernels.Kernels` on one GPU."""
+class TritonKernels(Kernels):
+    """The operations on one GPU."""
 
-    multiple = 16
     tile = 64
 
     def __init__(self) -> None:
-        self._torch = TorchKernels()
+        super().__init__(multiple=16)
+        self._torch = Kernels()
 
     def convolve(
         self,
@@ -90,18 +90,9 @@ class TritonKernels:
     ) -> Tensor:
         result, total = y if out is None else out, y.numel()
         assert all(tensor is None or tensor.is_contiguous() for tensor in (y, shift, mask, result))
-        convolutions.finish[(triton.cdiv(total, BLOCK),)](
-            y,
-            y if shift is None else shift,
-            y if mask is None else mask,
-            result,
-            y.shape[1:4].numel(),
-            y.shape[-1],
-            total,
-            shift is not None,
-            mask is not None,
-            BLOCK,
-        )
+        tensors = y, y if shift is None else shift, y if mask is None else mask, result
+        sizes = y.shape[1:4].numel(), y.shape[-1], total
+        convolutions.finish[(triton.cdiv(total, BLOCK),)](*tensors, *sizes, shift is not None, mask is not None, BLOCK)
         return result
 
     def weight_gradient(self, x: Tensor, gradient: Tensor, kernel: int = 3, stride: int = 1) -> Tensor:
@@ -117,23 +108,9 @@ class TritonKernels:
         parts = max(1, min(PARTS, triton.cdiv(1024, tiles * 9 * clients), triton.cdiv(rows, block_m)))
         steps = triton.cdiv(rows, block_m * parts)
         out = x.new_empty((parts, clients, 9, inputs, outputs), dtype=torch.float32)
+        sizes, blocks = (rows, height, width, inputs, outputs, clients, steps), (block_m, block_i, block_o)
         convolutions.weight_gradient[(tiles, 9, parts * clients)](
-            x,
-            gradient,
-            out,
-            rows,
-            height,
-            width,
-            inputs,
-            outputs,
-            clients,
-            steps,
-            _precision(x),
-            block_m,
-            block_i,
-            block_o,
-            num_warps=4,
-            num_stages=3,
+            x, gradient, out, *sizes, _precision(x), *blocks, num_warps=4, num_stages=3
         )
         return out[0] if parts == 1 else out.sum(dim=0)
 
@@ -188,21 +165,11 @@ class TritonKernels:
         assert all(tensor.is_contiguous() for tensor in (x, weight, bias, targets, y))
         clients, samples, height, width, channels = x.shape
         classes = max(16, triton.next_power_of_2(weight.shape[2]))
+        sizes = samples, height * width, channels, weight.shape[2]
+        block_m = min(ROWS // 2, triton.next_power_of_2(height * width))
+        block_c = min(64, triton.next_power_of_2(channels), max(1, 8192 // classes))
         on_images.head_gradient[(samples, clients)](
-            x,
-            weight,
-            bias,
-            targets,
-            y,
-            samples,
-            height * width,
-            channels,
-            weight.shape[2],
-            strong_convexity,
-            masked,
-            min(ROWS // 2, triton.next_power_of_2(height * width)),
-            min(64, triton.next_power_of_2(channels), max(1, 8192 // classes)),
-            classes,
+            x, weight, bias, targets, y, *sizes, strong_convexity, masked, block_m, block_c, classes
         )
         return y
 
@@ -213,21 +180,9 @@ class TritonKernels:
         assert all(_fits(values, clients, channels) for values in (*given, *running))
         sums = self._row_sums(x)
         out = x.new_empty((4, clients, channels), dtype=torch.float32)
+        sizes, numbers = (row_count(x), channels, clients, len(sums)), (norm.epsilon, norm.momentum, unbiased(x))
         norms.norm_statistics[(triton.cdiv(channels, CHANNELS), clients)](
-            sums,
-            *given,
-            *running,
-            out,
-            row_count(x),
-            channels,
-            clients,
-            len(sums),
-            norm.epsilon,
-            norm.momentum,
-            unbiased(x),
-            norm.before is not None,
-            PARTS,
-            CHANNELS,
+            sums, *given, *running, out, *sizes, *numbers, norm.before is not None, PARTS, CHANNELS
         )
         return Statistics(*out.unbind())
 
@@ -243,19 +198,9 @@ class TritonKernels:
         rows = weight.shape[1] * weight.shape[2]
         block_c = min(64, triton.next_power_of_2(channels))
         block_m = 2048 // block_c
+        sizes, flags = (weight.stride(0), rows, channels), (norm.before is not None, add)
         norms.fold[(triton.cdiv(rows, block_m), triton.cdiv(channels, block_c), clients)](
-            weight,
-            *values,
-            out,
-            shift,
-            weight.stride(0),
-            rows,
-            channels,
-            norm.epsilon,
-            norm.before is not None,
-            add,
-            block_m,
-            block_c,
+            weight, *values, out, shift, *sizes, norm.epsilon, *flags, block_m, block_c
         )
 
     def scale_shift(
@@ -290,30 +235,11 @@ class TritonKernels:
         positions = clients * samples * height * width
         block_c = min(triton.next_power_of_2(channels), 64)
         block_p = 2048 // block_c
+        tensors = x, clean, gradient, scaling.mean, scaling.std, ball.radius, ball.step, sums, scaled
+        sizes = positions, height, width, channels, scaling.channels, gradient.shape[-1]
+        bounds = max(ball.low, -_LARGEST), min(ball.high, _LARGEST)
         on_images.ascend[(triton.cdiv(positions, block_p), triton.cdiv(channels, block_c))](
-            x,
-            clean,
-            gradient,
-            scaling.mean,
-            scaling.std,
-            ball.radius,
-            ball.step,
-            sums,
-            scaled,
-            positions,
-            height,
-            width,
-            channels,
-            scaling.channels,
-            gradient.shape[-1],
-            max(ball.low, -_LARGEST),
-            min(ball.high, _LARGEST),
-            far,
-            spread,
-            parts,
-            TINY,
-            block_p,
-            block_c,
+            *tensors, *sizes, *bounds, far, spread, parts, TINY, block_p, block_c
         )
 
     @staticmethod
@@ -343,16 +269,7 @@ class TritonKernels:
         steps = triton.cdiv(rows, ROWS * parts)
         out = x.new_empty((parts, clients, 3, channels), dtype=torch.float32)
         norms.sums[(triton.cdiv(channels, block_c), clients, parts)](
-            x,
-            *others,
-            out,
-            rows,
-            channels,
-            clients,
-            steps,
-            back is not None,
-            ROWS,
-            block_c,
+            x, *others, out, rows, channels, clients, steps, back is not None, ROWS, block_c
         )
         return out
 
@@ -369,22 +286,11 @@ class TritonKernels:
     ) -> Tensor:
         y, total = torch.empty_like(x), x.numel()
         assert add is None or add.is_contiguous()
+        images = x, x if gradient is None else gradient, x if active is None else active
+        numbers = b if a is None else a.contiguous(), b.contiguous(), c.contiguous()
+        sizes, flags = (row_count(x), x.shape[-1], total), (gradient is not None, add is not None, relu)
         norms.affine[(triton.cdiv(total, BLOCK),)](
-            x,
-            x if gradient is None else gradient,
-            x if active is None else active,
-            b if a is None else a.contiguous(),
-            b.contiguous(),
-            c.contiguous(),
-            x if add is None else add,
-            y,
-            row_count(x),
-            x.shape[-1],
-            total,
-            gradient is not None,
-            add is not None,
-            relu,
-            BLOCK,
+            *images, *numbers, x if add is None else add, y, *sizes, *flags, BLOCK
         )
         return y
 
@@ -401,7 +307,7 @@ def _exact_products() -> Any:
 
 @cache
 def _has_copy_engine(device: int) -> bool:
-    """Whether a device fetches blocks of tensors by itself, and has room for those of a pipeline."""
+    """Whether a device has a copy engine that fetches blocks of tensors, and room for those of a pipeline."""
     memory = triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"]
     return torch.cuda.get_device_capability(device)[0] >= 9 and bool(memory >= SHARED)
 
@@ -415,23 +321,11 @@ def _in_blocks(x: Tensor) -> bool:
 def _launch(x: Tensor, weight: Tensor, others: tuple[Tensor, ...], flags: tuple[bool, ...], outputs: int) -> None:
     clients, samples, height, width, inputs = x.shape
     rows = samples * height * width
-    block_m, block_n, block_k, warps, stages = row_tiles(rows, inputs, outputs, x.dtype)
+    sizes = rows, height, width, inputs, outputs
+    *blocks, warps, stages = row_tiles(rows, inputs, outputs, x.dtype)
+    block_m, block_n, _ = blocks
     convolutions.convolve[((outputs // block_n) * triton.cdiv(rows, block_m), clients)](
-        x,
-        weight,
-        *others,
-        rows,
-        height,
-        width,
-        inputs,
-        outputs,
-        *flags,
-        _precision(x),
-        block_m,
-        block_n,
-        block_k,
-        num_warps=warps,
-        num_stages=stages,
+        x, weight, *others, *sizes, *flags, _precision(x), *blocks, num_warps=warps, num_stages=stages
     )
 
 
@@ -439,22 +333,10 @@ def _launch_few(x: Tensor, weight: Tensor, shift: Tensor | None, y: Tensor, chan
     clients, samples, height, width, padded = x.shape
     rows, outputs = samples * height * width, y.shape[-1]
     block_n = divisor(outputs, 64)
+    sizes = rows, height, width, padded, outputs, channels
+    tensors = x, weight, weight if shift is None else shift, y
     convolutions.convolve_few[((outputs // block_n) * triton.cdiv(rows, ROWS), clients)](
-        x,
-        weight,
-        weight if shift is None else shift,
-        y,
-        rows,
-        height,
-        width,
-        padded,
-        outputs,
-        channels,
-        shift is not None,
-        _precision(x),
-        ROWS,
-        block_n,
-        FEW,
+        *tensors, *sizes, shift is not None, _precision(x), ROWS, block_n, FEW
     )
 
 
@@ -475,24 +357,10 @@ def _launch_blocks(
     shape = [block_n, block_k] if turned else [block_k, block_n]
     w_blocks = TensorDescriptor.from_tensor(weight.view(-1, weight.shape[3]), shape)
     tiles = triton.cdiv(samples, images) * triton.cdiv(height, lines)
+    sizes = samples, height, width, inputs, outputs
+    tile = images, lines, across, across == width and height % lines == 0, block_n, block_k
     convolutions.convolve_blocks[((outputs // block_n) * tiles, clients)](
-        x_blocks,
-        w_blocks,
-        *others,
-        samples,
-        height,
-        width,
-        inputs,
-        outputs,
-        *flags,
-        images,
-        lines,
-        across,
-        across == width and height % lines == 0,
-        block_n,
-        block_k,
-        num_warps=warps,
-        num_stages=stages,
+        x_blocks, w_blocks, *others, *sizes, *flags, *tile, num_warps=warps, num_stages=stages
     )
 
 

@@ -6,7 +6,6 @@ T taps row by row: nine for a 3×3 convolution. Statistics have one number for e
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.nn.grad import conv2d_input, conv2d_weight
 
 FEW = 32
-"""A position of an image of few channels reads, and sends gradients to, not more than so many numbers."""
+"""The most numbers that a position of an image of few channels reads, and sends gradients to."""
 TINY = 1e-12
 """Keeps a direction finite where there is none."""
 
@@ -88,13 +87,17 @@ class Slopes:
     c: Tensor
 
 
-class Kernels(Protocol):
-    """What a device must offer."""
+class Kernels:
+    """Every operation in plain torch: client after client, with torch's own convolutions in channels-last layout.
 
-    multiple: int
-    """Channels are padded with zeros to a multiple of this."""
-    tile: int
-    """Fewer channels than a multiple of this take as long."""
+    A device that does better overrides them (`gpu`). Channels are padded with zeros to a multiple of `multiple`; fewer
+    channels than a multiple of `tile` take as long.
+    """
+
+    tile = 1
+
+    def __init__(self, multiple: int = 1) -> None:
+        self.multiple = multiple
 
     def convolve(
         self,
@@ -114,96 +117,6 @@ class Kernels(Protocol):
         `turned`: the convolution that takes gradients back from the outputs to the inputs. `out` takes the result.
         `channels` says how many of the inputs' are more than padding, where that is known.
         """
-
-    def finish(
-        self, y: Tensor, shift: Tensor | None = None, mask: Tensor | None = None, out: Tensor | None = None
-    ) -> Tensor:
-        """Add, rectify and mask as `convolve` does, given what a product left, which may be overwritten."""
-
-    def weight_gradient(self, x: Tensor, gradient: Tensor, kernel: int = 3, stride: int = 1) -> Tensor:
-        """Return the gradient of a convolution's weight, in float32."""
-
-    def pool(self, x: Tensor, side: int = 2) -> tuple[Tensor, Tensor]:
-        """Return the max-pool that halves what a ReLU gave, and which position of its window won (uint8).
-
-        The window is 2×2, or 3×3 and reaches beyond the border; where none is above 0, the number behind the last wins.
-        """
-
-    def unpool(self, winners: Tensor, gradient: Tensor, side: int = 2) -> Tensor:
-        """Return the gradient of a ReLU and such a max-pool."""
-
-    def average(self, x: Tensor, side: int) -> Tensor:
-        """Return the means over side × side equal parts of each image: K×N×(side·side·C)."""
-
-    def average_gradient(
-        self, gradient: Tensor, x: Tensor, side: int, weight: float, masked: bool, out: Tensor | None = None
-    ) -> Tensor:
-        """Return the gradient of `average` plus weight · x, for images x; `masked`: where x > 0. `out` takes it."""
-
-    def head_gradient(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        targets: Tensor,
-        strong_convexity: float,
-        masked: bool,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Return the gradient of every sample's loss at a head: a linear layer (K×C×classes) on the mean of an image.
-
-        The loss is the cross-entropy with one-hot `targets` plus strong_convexity / 2 · ‖x‖²; `masked`: where x > 0.
-        """
-
-    def norm_statistics(self, x: Tensor, norm: Norm) -> Statistics:
-        """Return the statistics over samples and positions, and let the running ones follow, in place."""
-
-    def fold(self, weight: Tensor, norm: Norm, out: Tensor, shift: Tensor, add: bool) -> None:
-        """Make a norm layer with its running statistics part of the convolution in front of it.
-
-        `out` takes the convolution, and `shift` what the layer adds; `add`: to what is there already.
-        """
-
-    def scale_shift(
-        self, x: Tensor, scale: Tensor, shift: Tensor, add: Tensor | None = None, relu: bool = True
-    ) -> Tensor:
-        """Return max(0, scale · x + shift), or the same without the max(0, …); `add` is added before."""
-
-    def norm_slopes(self, gradient: Tensor, active: Tensor, x: Tensor, statistics: Statistics) -> Slopes:
-        """Return what the way back needs, where g is the gradient where `active` > 0."""
-
-    def norm_gradient(self, gradient: Tensor, active: Tensor, x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-        """Return a · g + b · x + c, where g is the gradient where `active` > 0."""
-
-    def ascend(
-        self, x: Tensor, scaled: Tensor, clean: Tensor, gradient: Tensor, ball: Ball, scaling: Scaling, spread: bool
-    ) -> None:
-        """Move inputs one step up the gradient, in place, and `scaled` with them; the gradient is of scaled ones.
-
-        `spread`: it still lies with the outputs of the first convolution, see `gathered`.
-        """
-
-
-class TorchKernels:
-    """Client after client, each with torch's own convolutions in channels-last layout."""
-
-    tile = 1
-
-    def __init__(self, multiple: int = 1) -> None:
-        self.multiple = multiple
-
-    def convolve(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        shift: Tensor | None = None,
-        mask: Tensor | None = None,
-        turned: bool = False,
-        out: Tensor | None = None,
-        channels: int | None = None,
-        add: Tensor | None = None,
-        stride: int = 1,
-    ) -> Tensor:
         if weight.shape[1] == 1:
             stacked = _multiplied(x, weight[:, 0], turned, stride)
         else:
@@ -214,11 +127,13 @@ class TorchKernels:
     def finish(
         self, y: Tensor, shift: Tensor | None = None, mask: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
+        """Add, rectify and mask as `convolve` does, given what a product left, which may be overwritten."""
         y = y if shift is None else y.add_(_spread(shift, y)).relu_()
         y = y if mask is None else y.mul_(mask > 0)
         return y if out is None else out.copy_(y)
 
     def weight_gradient(self, x: Tensor, gradient: Tensor, kernel: int = 3, stride: int = 1) -> Tensor:
+        """Return the gradient of a convolution's weight, in float32."""
         if kernel == 1:
             read = x[:, :, ::stride, ::stride].flatten(1, 3)
             return torch.bmm(read.transpose(1, 2), gradient.flatten(1, 3)).float().unsqueeze(1)
@@ -231,6 +146,10 @@ class TorchKernels:
         return _stack(found).float()
 
     def pool(self, x: Tensor, side: int = 2) -> tuple[Tensor, Tensor]:
+        """Return the max-pool that halves what a ReLU gave, and which position of its window won (uint8).
+
+        The window is 2×2, or 3×3 and reaches beyond the border; where none is above 0, the number behind the last wins.
+        """
         k, n, h, w, c = x.shape
         top = x.new_zeros((k, n, h // 2, w // 2, c))
         winners = torch.full_like(top, side * side, dtype=torch.uint8)
@@ -243,6 +162,7 @@ class TorchKernels:
         return top, winners
 
     def unpool(self, winners: Tensor, gradient: Tensor, side: int = 2) -> Tensor:
+        """Return the gradient of a ReLU and such a max-pool."""
         k, n, h, w, c = gradient.shape
         border = side - 2
         total = gradient.new_zeros((k, n, 2 * h + border, 2 * w + border, c))
@@ -252,6 +172,7 @@ class TorchKernels:
         return total[:, :, border:, border:].contiguous()
 
     def average(self, x: Tensor, side: int) -> Tensor:
+        """Return the means over side × side equal parts of each image: K×N×(side·side·C)."""
         k, n, h, w, c = x.shape
         parts = x.float().view(k, n, side, h // side, side, w // side, c)
         return parts.mean(dim=(3, 5)).to(x.dtype).view(k, n, -1)
@@ -259,6 +180,7 @@ class TorchKernels:
     def average_gradient(
         self, gradient: Tensor, x: Tensor, side: int, weight: float, masked: bool, out: Tensor | None = None
     ) -> Tensor:
+        """Return the gradient of `average` plus weight · x, for images x; `masked`: where x > 0. `out` takes it."""
         k, n, h, w, c = x.shape
         lines, across = h // side, w // side
         parts = (gradient.float() / (lines * across)).view(k, n, side, 1, side, 1, c)
@@ -276,11 +198,16 @@ class TorchKernels:
         masked: bool,
         out: Tensor | None = None,
     ) -> Tensor:
+        """Return the gradient of every sample's loss at a head: a linear layer (K×C×classes) on the mean of an image.
+
+        The loss is the cross-entropy with one-hot `targets` plus strong_convexity / 2 · ‖x‖²; `masked`: where x > 0.
+        """
         scores = torch.baddbmm(bias.unsqueeze(1), self.average(x, 1), weight).float()
         gradient = torch.bmm((scores.softmax(dim=2) - targets).to(x.dtype), weight.transpose(1, 2))
         return self.average_gradient(gradient, x, 1, strong_convexity, masked, out)
 
     def norm_statistics(self, x: Tensor, norm: Norm) -> Statistics:
+        """Return the statistics over samples and positions, and let the running ones follow, in place."""
         variance, mean = torch.var_mean(x.float(), dim=(1, 2, 3), correction=0)
         inverse = torch.rsqrt(variance + norm.epsilon)
         scale = norm.weight * inverse
@@ -289,6 +216,10 @@ class TorchKernels:
         return Statistics(mean, inverse, scale, norm.bias - mean * scale)
 
     def fold(self, weight: Tensor, norm: Norm, out: Tensor, shift: Tensor, add: bool) -> None:
+        """Make a norm layer with its running statistics part of the convolution in front of it.
+
+        `out` takes the convolution, and `shift` what the layer adds; `add`: to what is there already.
+        """
         scale = norm.weight * torch.rsqrt(norm.running_var + norm.epsilon)
         torch.mul(weight, scale[:, None, None, :], out=out)
         offset = -norm.running_mean if norm.before is None else -norm.running_mean + norm.before
@@ -301,11 +232,13 @@ class TorchKernels:
     def scale_shift(
         self, x: Tensor, scale: Tensor, shift: Tensor, add: Tensor | None = None, relu: bool = True
     ) -> Tensor:
+        """Return max(0, scale · x + shift), or the same without the max(0, …); `add` is added before."""
         result = torch.addcmul(_spread(shift, x), _spread(scale, x), x.float())
         result = result if add is None else result.add_(add)
         return (result.relu_() if relu else result).to(x.dtype)
 
     def norm_slopes(self, gradient: Tensor, active: Tensor, x: Tensor, statistics: Statistics) -> Slopes:
+        """Return what the way back needs, where g is the gradient where `active` > 0."""
         g = gradient.float() * (active > 0)
         total, product = g.sum(dim=(1, 2, 3)), (g * x.float()).sum(dim=(1, 2, 3))
         slope = (product - statistics.mean * total) * statistics.inverse
@@ -315,12 +248,17 @@ class TorchKernels:
         return Slopes(total, slope, b, c)
 
     def norm_gradient(self, gradient: Tensor, active: Tensor, x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        """Return a · g + b · x + c, where g is the gradient where `active` > 0."""
         g = gradient.float() * (active > 0)
         return (_spread(a, x) * g + _spread(b, x) * x.float() + _spread(c, x)).to(x.dtype)
 
     def ascend(
         self, x: Tensor, scaled: Tensor, clean: Tensor, gradient: Tensor, ball: Ball, scaling: Scaling, spread: bool
     ) -> None:
+        """Move inputs one step up the gradient, in place, and `scaled` with them; the gradient is of scaled ones.
+
+        `spread`: it still lies with the outputs of the first convolution, see `gathered`.
+        """
         gradient = gathered(gradient, x.shape[-1]) if spread else gradient
         delta = STEPS[ball.norm](x - clean, scaling.back(gradient), ball)
         scaled.copy_(scaling(x.copy_((clean + delta).clamp_(ball.low, ball.high))))
@@ -354,7 +292,7 @@ def gathered(spread: Tensor, channels: int) -> Tensor:
     """Return the gradient of a convolution's input, given what every output position sends to its nine neighbours.
 
     `spread` is K×N×H×W×(9·channels, padded). It is one small product, which a convolution of gradients into few
-    channels is not; adding up is left to whoever needs the result.
+    channels is not; the caller adds up what it needs.
     """
     height, width = spread.shape[2:4]
     around = F.pad(spread[..., : 9 * channels], (0, 0, 1, 1, 1, 1))
@@ -380,7 +318,7 @@ def _stack(parts: list[Tensor]) -> Tensor:
 def _multiplied(x: Tensor, weight: Tensor, turned: bool, stride: int) -> Tensor:
     """Return a 1×1 convolution, which is a product for each position that its stride does not skip.
 
-    As a convolution with a stride it is not left to torch: see `client.folding.is_strided_pointwise`.
+    As a convolution with a stride it is not left to torch: see `engines.folding.is_strided_pointwise`.
     """
     if not turned:
         read = x[:, :, ::stride, ::stride]

@@ -1,7 +1,6 @@
 """Where the tensors of several clients lie: one stack for each parameter, in the layout that the kernels read.
 
-Channels are padded with zeros where the kernels want it: zeros stay zeros in training, so nobody notices
-(`narrow` says why).
+Channels are padded with zeros where the kernels want it: zeros stay zeros in training (`narrow` says why).
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedprophet.fast.program import Ladder, Program
+from fedprophet.fast.program import Ladder, LayerProgram
 
 Tensors = Mapping[str, Tensor]
 STATISTICS = (".running_mean", ".running_var")
 
 
-class Layout:
+class StackLayout:
     """Where each tensor of a ladder's clients lies in a stack, and back. All clients are moved at once."""
 
     def __init__(self, ladder: Ladder, multiple: int) -> None:
@@ -107,7 +106,7 @@ class Layout:
         return values
 
 
-def _flattened(program: Program) -> tuple[int, int]:
+def _flattened(program: LayerProgram) -> tuple[int, int]:
     """Return channels and side of what the first dense layer reads."""
     channels, height, _ = program.feature
     return channels, height if program.side is None else program.side

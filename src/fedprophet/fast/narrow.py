@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fedprophet.cascade.channels import Channels, Kept, first_channels
 from fedprophet.cascade.narrow import full_over_kept
 from fedprophet.fast.layout import Tensors, sent, transferred
-from fedprophet.fast.program import Ladder, Program
+from fedprophet.fast.program import Ladder, LayerProgram
 
 Factors = Mapping[str, float]
 """By how much tensors are multiplied, by name; those that are not there lie as they are."""
@@ -40,8 +40,8 @@ def width_of(channels: Channels, kept: Kept) -> int:
 def room(model: nn.Module, channels: Channels, width: int, tile: int) -> dict[str, Tensor]:
     """Return channels of a network that sub-networks of a width fit into, in multiples of `tile` where there are more.
 
-    The outputs of linear layers are never cut. They cost little, and dropout draws as many numbers for them whatever
-    the width is that a client happens to be run at.
+    The outputs of linear layers are never cut. They cost little, and dropout then draws as many numbers for them at
+    every width.
     """
     return {
         group: first_channels(
@@ -74,7 +74,7 @@ def shapes_in(channels: Channels, kept: Kept, tensors: Tensors) -> dict[str, Sha
 # Which clients are run together.
 
 
-def work(program: Program) -> int:
+def work(program: LayerProgram) -> int:
     """Return the multiplications of a sample's way through the convolutions."""
     found = 0
     for block, (height, width) in zip(program.blocks, program.sizes, strict=False):

@@ -1,4 +1,4 @@
-"""A segment of a chain as a program that stacks of clients can run: blocks, then an exit. `reading` makes it.
+"""A part of a chain as a program that stacks of clients can run: blocks, then an exit. `reading` makes it.
 
 A block is a convolution with batch norm and ReLU, perhaps with a max-pool behind it. Two blocks may have a shortcut
 around them, as in a ResNet. The exit pools the feature and ends in dense layers: the backbone's own classifier, or an
@@ -72,7 +72,7 @@ class Dense:
 
 
 @dataclass(frozen=True)
-class Program:
+class LayerProgram:
     """Blocks, then an exit: the feature is averaged to `side` × `side` positions (None: left alone) and goes through
     `dense`. Without dense layers the feature is what comes out. `convex`: the exit is an auxiliary head, so the feature
     before it has the strong-convexity term.
@@ -117,7 +117,7 @@ class Exits:
 
     low: int
     high: int
-    program: Program
+    program: LayerProgram
 
     @property
     def depth(self) -> int:
@@ -129,10 +129,10 @@ class Exits:
 class Ladder:
     """The programs of several clients that begin alike: each one's blocks are the first of those before it.
 
-    So a block is run for the first `reach` clients at once, whatever the others do.
+    So a block is run for the first `reach` clients at once.
     """
 
-    programs: tuple[Program, ...]
+    programs: tuple[LayerProgram, ...]
 
     def __post_init__(self) -> None:
         if not all(continues(one, other) for one, other in pairwise(self.programs)):
@@ -144,7 +144,7 @@ class Ladder:
         return len(self.programs)
 
     @property
-    def longest(self) -> Program:
+    def longest(self) -> LayerProgram:
         """The program that has all blocks."""
         return self.programs[0]
 
@@ -179,7 +179,7 @@ class Ladder:
         }
 
 
-def continues(one: Program, other: Program) -> bool:
+def continues(one: LayerProgram, other: LayerProgram) -> bool:
     """Whether a program does all that another one does before its exit, and perhaps more."""
     alike = one.shape == other.shape and one.normalize == other.normalize
     return alike and one.blocks[: len(other.blocks)] == other.blocks

@@ -1,7 +1,6 @@
-"""Reading a segment of a chain as a program (`program`): atoms' layers in order, sums of paths, and what is refused.
+"""Reading a part of a chain as a program (`program`): the layers of its atoms in order, and sums of paths.
 
-Whatever is not of a program's form raises `NotFusableError`, which says what it met; such a segment is left to the
-plain path.
+A part that is not of a program's form raises `NotFusableError`, which says why. It is left to the plain path.
 """
 
 import operator
@@ -15,20 +14,20 @@ from torch import fx, nn
 from fedprophet.cascade.atoms import Atom, Chain
 from fedprophet.cascade.heads import head_shape
 from fedprophet.cascade.operations import assign_add
-from fedprophet.cascade.trace import Program as Traced
-from fedprophet.fast.program import Block, Convolution, Dense, Program
+from fedprophet.cascade.trace import TracedProgram
+from fedprophet.fast.program import Block, Convolution, Dense, LayerProgram
 from fedprophet.models.normalize import Normalize
 
 USED_TWICE = "a layer, or a parameter of one, that is used twice"
 
 
 class NotFusableError(Exception):
-    """A segment that is not of the form that stacks can run; the text says where."""
+    """Something that stacks cannot run; the text says what."""
 
 
 def read_program(
     chain: Chain, first: int, last: int, head: int | None, shape: tuple[int, ...], classes: int
-) -> Program:
+) -> LayerProgram:
     """Read atoms `first` … `last` − 1 and their exit; `shape` is that of one input of atom `first`."""
     names = {id(layer): name for name, layer in chain.model.named_modules()}
     layers = [layer for atom in chain.atoms[first:last] for layer in _layers(atom)]
@@ -42,7 +41,7 @@ def read_program(
         raise NotFusableError(f"it begins with {parser.here()}, not with a convolution, a batch norm and a ReLU")
     side, dense = parser.exit()
     parser.end()
-    program = Program((channels, height, width), normalize, blocks, side, tuple(dense), convex=False)
+    program = LayerProgram((channels, height, width), normalize, blocks, side, tuple(dense), convex=False)
     _check_tensors(chain, first, last, program)
     if head is not None:
         program = _with_head(program, head, classes)
@@ -50,7 +49,7 @@ def read_program(
     return program
 
 
-def _with_head(body: Program, head: int, classes: int) -> Program:
+def _with_head(body: LayerProgram, head: int, classes: int) -> LayerProgram:
     """Return a program that ends in the auxiliary head of a module."""
     if body.dense:
         raise NotFusableError("an auxiliary head behind a linear layer")
@@ -77,7 +76,7 @@ def _layers(atom: Atom) -> Iterator[Any]:
         yield from _flat(work)
         return
     found = _called(work)
-    if not isinstance(training, Traced) or _called(training) != found:
+    if not isinstance(training, TracedProgram) or _called(training) != found:
         raise NotFusableError(f"{atom.name} does other things in training than in evaluation")
     yield from found
 
@@ -97,7 +96,7 @@ def _flat(module: nn.Module) -> Iterator[nn.Module]:
 _FLATTEN = nn.Flatten()
 
 
-def _called(program: Traced) -> list[Any]:
+def _called(program: TracedProgram) -> list[Any]:
     """Return the layers of a traced program, in which paths part and meet again at a sum."""
     start, *nodes, end = program.code.graph.nodes
     if any(node.op == "placeholder" for node in nodes):
@@ -114,11 +113,11 @@ def _called(program: Traced) -> list[Any]:
     return places[end.args[0]]
 
 
-def _has_tensors(program: Traced, node: fx.Node) -> bool:
+def _has_tensors(program: TracedProgram, node: fx.Node) -> bool:
     return bool(program.code.get_submodule(str(node.target)).state_dict())
 
 
-def _led_to(node: fx.Node, program: Traced, places: dict[fx.Node, list[Any]]) -> list[Any]:
+def _led_to(node: fx.Node, program: TracedProgram, places: dict[fx.Node, list[Any]]) -> list[Any]:
     """Return the layers from the program's input to the output of a node."""
     before = [places[source] for source in node.all_input_nodes]
     if node.op == "call_module" and len(node.args) == len(before) == 1 and not node.kwargs:
@@ -131,7 +130,7 @@ def _led_to(node: fx.Node, program: Traced, places: dict[fx.Node, list[Any]]) ->
 
 
 def _is_sum(node: fx.Node) -> bool:
-    """Whether a node adds two tensors, and changes none that somebody else reads."""
+    """Whether a node adds two tensors, and changes none that another node reads."""
     two = len(node.args) == len(node.all_input_nodes) == 2 and not node.kwargs
     in_place = node.target is assign_add and len(node.all_input_nodes[0].users) == 1
     return two and (node.target in (operator.add, torch.add) or in_place)
@@ -215,7 +214,7 @@ class _Parser:
         first = main.convolution()
         second = main.convolution() if first is not None and main.take(nn.ReLU) is not None else None
         if first is None or second is None:
-            raise NotFusableError(f"a sum of paths of which one has {main.here()} where a residual block has not")
+            raise NotFusableError(f"a sum of paths that is no residual block: one path has {main.here()}")
         projection = shortcut.convolution()
         main.end()
         shortcut.end()
@@ -299,7 +298,7 @@ def _halving(pool: nn.MaxPool2d) -> int:
     raise NotFusableError(f"a pool other than 2×2, or 3×3 with stride 2: {pool}")
 
 
-def _check_tensors(chain: Chain, first: int, last: int, program: Program) -> None:
+def _check_tensors(chain: Chain, first: int, last: int, program: LayerProgram) -> None:
     """Refuse what a stack of the program's layers would not train as the plain path does."""
     used = program.tensors
     tensors = chain.tensors
@@ -315,7 +314,7 @@ def _check_tensors(chain: Chain, first: int, last: int, program: Program) -> Non
             raise NotFusableError(f"parameter {name}, which is not to be trained")
 
 
-def _check_sizes(program: Program) -> None:
+def _check_sizes(program: LayerProgram) -> None:
     for block, (height, width) in zip(program.blocks, program.sizes, strict=False):
         if height % block.shrinks or width % block.shrinks:
             what = "a pool" if block.pool else "a stride"

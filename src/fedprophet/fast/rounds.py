@@ -14,18 +14,18 @@ from torch import Tensor
 from fedprophet.client.statistics import ADVERSARIAL, under_attack
 from fedprophet.fast.attack import Attack
 from fedprophet.fast.draws import Draws
-from fedprophet.fast.folded import Folded
+from fedprophet.fast.folded import FoldedStack
 from fedprophet.fast.kernels import Kernels
-from fedprophet.fast.layout import Layout, Tensors
+from fedprophet.fast.layout import StackLayout, Tensors
 from fedprophet.fast.narrow import Factors, Squares
 from fedprophet.fast.program import Ladder
 from fedprophet.fast.training import Training
-from fedprophet.messages.task import LocalTraining
+from fedprophet.messages.values import LocalTraining
 from fedprophet.randomness import key
 from fedprophet.threat import ThreatModel
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
-"""Turns a piece of work on fixed memory into one that is cheap to repeat. It does nothing by itself."""
+"""Turns a piece of work on fixed memory into one that is cheap to repeat. It does not run it."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,11 @@ class TrainingPlan:
         channels, height, width = self.ladder.longest.shape
         self.inputs = torch.empty((clients, self.samples, height, width, channels), device=device)
         self.labels = torch.empty((clients, self.samples), dtype=torch.long, device=device)
-        self.layout = Layout(self.ladder, self.backend.kernels.multiple)
+        self.layout = StackLayout(self.ladder, self.backend.kernels.multiple)
         self.classes = self.ladder.longest.dense[-1].outputs
         self.attack = _attack(self.threat, device)
         self.rows = torch.arange(clients, device=device).unsqueeze(1)
-        self.folded = Folded(self.ladder, self.backend.kernels, self.backend.compute)
+        self.folded = FoldedStack(self.ladder, self.backend.kernels, self.backend.compute)
         self.training: Training | None = None
 
     def load(
@@ -226,40 +226,35 @@ class _Iteration:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class StackEvaluation:
     """Clients that are evaluated or measured: folded networks, inputs and labels, and the attack on them."""
 
-    folded: Folded
+    folded: FoldedStack
     inputs: Tensor
     labels: Tensor
     threat: ThreatModel | None
     seeds: Sequence[int]
 
-    def answers(self) -> dict[str, Tensor]:
-        """Return how many answers of each client are right, clean and under attack."""
-        clean = self._right(self._scaled(self.inputs))
-        if self.threat is None:
-            return {"clean": clean}
-        return {"clean": clean, **({"adversarial": clean} if self.threat.harmless else self.attacked())}
+    def clean(self) -> Tensor:
+        """Return how many samples each client gets right."""
+        return self._right(self.folded.prepare(self.inputs))
 
-    def attacked(self) -> dict[str, Tensor]:
-        """Return the same under attack alone."""
+    def adversarial(self) -> Tensor:
+        """Return how many samples each client gets right under attack."""
         targets = one_hot(self.labels, self.folded.ladder.longest.dense[-1].outputs)
         # The attack on a whole cascade raises the cross-entropy alone.
         attacked = self._attacked(lambda z: self.folded.loss_gradient(z, targets, 0.0))
-        return {"adversarial": self._right(self._scaled(self.inputs) if attacked is None else attacked)}
+        return self.clean() if attacked is None else self._right(attacked)
 
-    def magnitudes(self) -> dict[str, Tensor]:
+    def magnitudes(self) -> Tensor:
         """Return how far the attack moves the feature of each client, in the mean over its samples."""
-        clean = self.folded.features(self._scaled(self.inputs))
+        clean = self.folded.features(self.folded.prepare(self.inputs))
         attacked = self._attacked(lambda z: self.folded.shift_gradient(z, clean))
         if attacked is None:
-            return {"magnitude": torch.zeros(len(self.inputs), device=self.inputs.device)}
+            return torch.zeros(len(self.inputs), device=self.inputs.device)
         moved = (self.folded.features(attacked).float() - clean.float()).flatten(2).norm(dim=2)
-        return {"magnitude": moved.mean(dim=1)}
-
-    def _scaled(self, x: Tensor) -> Tensor:
-        return self.folded.prepare(x)
+        mean: Tensor = moved.mean(dim=1)
+        return mean
 
     def _attacked(self, gradient: Callable[[Tensor], Tensor]) -> Tensor | None:
         attack = _attack(self.threat, self.inputs.device)

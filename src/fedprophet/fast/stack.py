@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedprophet.fast.kernels import Kernels, Norm, Scaling
-from fedprophet.fast.layout import Layout, Tensors
+from fedprophet.fast.layout import StackLayout, Tensors
 from fedprophet.fast.program import Convolution, Dense, Exits, Ladder
 
 Uniform = Callable[[str, tuple[int, ...]], Tensor]
@@ -35,7 +35,7 @@ class Network:
         self.ladder = ladder
         self.kernels = kernels
         self.compute = compute
-        self.layout = Layout(ladder, kernels.multiple)
+        self.layout = StackLayout(ladder, kernels.multiple)
         self._scalings: dict[torch.device, Scaling] = {}
 
     def scaling(self, device: torch.device) -> Scaling:

@@ -12,7 +12,7 @@ from fedprophet.fast.kernels import Kernels, Statistics
 from fedprophet.fast.narrow import Squares
 from fedprophet.fast.program import Block, Convolution, Exits, Ladder
 from fedprophet.fast.stack import Network, dense_backward, dense_forward, joined, norm_of
-from fedprophet.messages.task import LocalTraining
+from fedprophet.messages.values import LocalTraining
 
 
 @dataclass(frozen=True)

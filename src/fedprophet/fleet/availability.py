@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from fedprophet.errors import ConfigError, unknown
 from fedprophet.fleet.device import Device, Pool
-from fedprophet.messages.task import Resources
+from fedprophet.messages.values import Resources
 from fedprophet.randomness import numpy_generator
 
 APPS: Mapping[str, float] = {
@@ -19,7 +19,7 @@ APPS: Mapping[str, float] = {
     "detection": 0.167,
     "web": 0.231,
 }
-"""The share of a device's performance that is free beside each co-running load."""
+"""The share of a device's performance that each co-running load leaves free."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class Availability:
             raise ConfigError(f"the share of available memory must be above 0 and at most 1, not {self.memory_share}")
 
     def resources(self, device: Device, seed: int, round: int, client: int, minimum: int) -> Resources:
-        """Return what the client's device can spare in this round; memory is never below `minimum` (R_min)."""
+        """Return what the client's device has available in this round; memory is never below `minimum` (R_min)."""
         rng = numpy_generator(seed, "availability", round, client)
         memory = max(minimum, int(device.memory * rng.uniform(0.0, self.memory_share)))
-        share = SHARES[self.performance](rng, self.floor)
+        share = SHARES[self.performance].draw(rng, self.floor)
         return Resources(memory, device.performance * share, device.bandwidth)
 
 
@@ -57,7 +57,18 @@ def _apps(rng: np.random.Generator, floor: float) -> float:
     return float(rng.choice(list(APPS.values())))
 
 
-SHARES: Mapping[str, Callable[[np.random.Generator, float], float]] = {"uniform": _uniform, "apps": _apps}
+@dataclass(frozen=True)
+class Share:
+    """A way to draw the share of a device's performance that is free, and its line of help."""
+
+    draw: Callable[[np.random.Generator, float], float]
+    help: str
+
+
+SHARES: Mapping[str, Share] = {
+    "uniform": Share(_uniform, "drawn from [performance_floor, 1]"),
+    "apps": Share(_apps, "drawn from six co-running loads"),
+}
 
 
 def device_probabilities(pool: Pool, exponent: float = 0.0) -> npt.NDArray[np.float64]:

@@ -1,7 +1,7 @@
 """The simulated clock of local training: computation, and access to storage where a workload does not fit in memory.
 
 A device that cannot hold a workload swaps parameters, optimiser state and activations to its storage, in as many
-pieces as its memory needs; each access costs a fixed time beside what the bandwidth allows. Attack steps keep neither
+pieces as its memory needs; each access costs a fixed time on top of the transfer. Attack steps keep neither
 gradients nor optimiser state of the parameters, so they may fit where the training step does not.
 """
 
@@ -14,7 +14,7 @@ from fedprophet.cascade.cost import COPIES, ChainCost
 from fedprophet.cascade.heads import BYTES
 from fedprophet.errors import ConfigError
 from fedprophet.fleet.network import Link, communication_time
-from fedprophet.messages.task import Resources
+from fedprophet.messages.values import Resources
 
 ACCESS_SECONDS = 0.17
 """What one access to storage takes, however little is read or written."""

@@ -1,4 +1,4 @@
-"""All clients of a run. What belongs to one client is made when it is asked for, so those who sit out cost nothing."""
+"""All clients of a run. A client's data and device are made on demand, so clients that sit out cost nothing."""
 
 from functools import cached_property
 
@@ -10,14 +10,14 @@ from fedprophet.data.shards import ShardSettings, make_shards, split
 from fedprophet.errors import ConfigError
 from fedprophet.fleet.availability import Availability, device_probabilities, draw_device
 from fedprophet.fleet.device import Device, Pool
-from fedprophet.messages.task import SERVER, Resources
+from fedprophet.messages.values import SERVER, Resources
 from fedprophet.randomness import numpy_generator
 
 __all__ = ["ClientData", "LocalExamples", "Population"]
 
 
 class Population:
-    """Clients 0 … size − 1: whose data is whose, which device each has, and what it can spare in a round."""
+    """Clients 0 … size − 1: the data and the device of each, and what it has available in a round."""
 
     def __init__(
         self,
@@ -32,9 +32,9 @@ class Population:
         validation: float = 0.2,
         public: int = 0,
     ) -> None:
-        """Deal the training set; `exponent` weighs the devices, `validation` is each client's held-out part.
+        """Divide the training set; `exponent` weighs the devices, `validation` is each client's held-out share.
 
-        `public` samples of the test set are the server's to train on, and leave it.
+        `public` samples move from the test set to the server's public set.
         """
         device_probabilities(pool, exponent)  # a bad setting is found here, not in the middle of a round
         if not 0 <= validation < 1:
@@ -85,7 +85,7 @@ class Population:
         return draw_device(self.pool, self.seed, client, self._exponent)
 
     def resources(self, client: int, round: int, minimum: int) -> Resources:
-        """Return what a client can spare in a round, at least `minimum` bytes of memory (R_min)."""
+        """Return what a client has available in a round, at least `minimum` bytes of memory (R_min)."""
         return self.availability.resources(self.device(client), self.seed, round, client, minimum)
 
     def draw(self, round: int, count: int, seed: int, purpose: str) -> tuple[int, ...]:

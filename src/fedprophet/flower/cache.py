@@ -1,16 +1,15 @@
 """Fixed modules on a node's disk, by the hash of their parameters: each travels to a node once.
 
-Several processes may use one folder. Who writes or deletes has the folder's lock alone, who reads shares it; so what a
-process is about to read is not deleted under its hands, and what it has read is in its memory.
+Several processes may use one folder. Files appear whole and are read without a lock: a module that another process
+deletes at that moment is asked for again. Writing and deleting hold the folder's lock.
 """
 
-import fcntl
 import logging
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 
@@ -28,20 +27,21 @@ from fedprophet.storage.files import (
     write_atomic,
     write_error,
 )
+from fedprophet.storage.locks import folder_lock
 
 Tensors = Mapping[str, Tensor]
 log = logging.getLogger("fedprophet")
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _OURS = re.compile(r"\.?[0-9a-f]{32}\.safetensors(\.tmp)?")
-"""The files that are counted and deleted. A temporary one that nobody is writing is what a killed process left."""
+"""The files that are counted and deleted. A temporary one found under the lock was left by a killed process."""
 _UNREADABLE = (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError)
 
 
 class ModuleCache:
-    """The fixed modules in a folder, of which at most `limit` bytes stay: the least recently used go first.
+    """The fixed modules in a folder, at most `limit` bytes: the least recently used are deleted first.
 
-    When a file was used last is its modification time, so that the order outlives the process.
+    The modification time of a file says when it was last used, so that the order outlives the process.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
@@ -53,22 +53,24 @@ class ModuleCache:
     ) -> tuple[dict[str, Tensors], tuple[str, ...]]:
         """Return the modules that a task needs, by digest, and the digests of those that have to be asked for.
 
-        Modules that came `attached` to the task are checked and kept. What the task needs is kept even where that is
-        more than the limit, until another task needs something else.
+        Modules that came `attached` to the task are checked and kept. What the task needs is kept even above the limit,
+        until another task needs something else.
         """
         names = tuple(dict.fromkeys(needed))
         for name in (*names, *attached):
             self._path(name)
         for name, tensors in attached.items():
             _expect_digest(name, tensors)
-        with self._locked(fcntl.LOCK_SH):
-            found = {name: attached[name] if name in attached else self._read(name) for name in names}
-            full = self.size > self._limit
-        if attached or full:
-            with self._locked(fcntl.LOCK_EX):
+        try:
+            make_folder(self._folder)
+        except OSError as error:
+            raise write_error(self._folder, error, TRY_AGAIN) from error
+        found = {name: attached[name] if name in attached else self._read(name) for name in names}
+        if attached or self.size > self._limit:
+            with folder_lock(self._folder):
                 for name, tensors in attached.items():
                     self._write(name, tensors)
-                self._shrink(spare=names)
+                self._shrink(needed=names)
         modules = {name: tensors for name, tensors in found.items() if tensors is not None}
         return modules, tuple(name for name in names if name not in modules)
 
@@ -81,18 +83,6 @@ class ModuleCache:
         if not _DIGEST.fullmatch(name):
             raise ProtocolError(f"{ascii(name)[:80]} is no digest of a module: these are 32 hexadecimal digits")
         return self._folder / f"{name}.safetensors"
-
-    @contextmanager
-    def _locked(self, how: int) -> Iterator[None]:
-        path = self._folder / ".lock"
-        try:
-            make_folder(self._folder)
-            file = path.open("ab")
-        except OSError as error:
-            raise write_error(path, error, TRY_AGAIN) from error
-        with file:  # closing it gives the lock back, and so does the end of the process, however it ends
-            fcntl.flock(file, how)
-            yield
 
     def _read(self, name: str) -> Tensors | None:
         """Return a module; None where it is not there, or damaged, which deletes it."""
@@ -124,15 +114,15 @@ class ModuleCache:
             self._touch(self._path(name))
 
     def _touch(self, path: Path) -> None:
-        """Make a file the most recently used one, even where the clock went back or stands still between two."""
+        """Make a file the most recently used one, even where the clock went back or has not moved."""
         newest = max((time_ns for time_ns, _, _ in self._files()), default=0)
         now = max(time.time_ns(), newest + 1)
-        with suppress(OSError):  # an order that is not quite right costs one more transfer
+        with suppress(OSError):  # a wrong order costs one more transfer
             os.utime(path, ns=(now, now))
 
-    def _shrink(self, spare: tuple[str, ...]) -> None:
+    def _shrink(self, needed: tuple[str, ...]) -> None:
         """Delete what a killed process left half written, then the least recently used modules above the limit."""
-        spared = {self._path(name) for name in spare}
+        spared = {self._path(name) for name in needed}
         excess = self.size - self._limit
         for _, path, size in sorted(self._files(), key=lambda file: (file[1].suffix != ".tmp", file)):
             if path.suffix == ".tmp" or (excess > 0 and path not in spared):
@@ -141,11 +131,11 @@ class ModuleCache:
                     excess -= size
 
     def _files(self) -> list[tuple[int, Path, int]]:
-        """Return when each file was used last, its path and its size."""
+        """Return when each file was last used, its path and its size."""
         found = []
         for path in self._folder.iterdir() if self._folder.is_dir() else ():
             if _OURS.fullmatch(path.name):
-                with suppress(FileNotFoundError):  # another reader found it damaged
+                with suppress(FileNotFoundError):  # another process has just deleted it
                     state = path.stat()
                     found.append((state.st_mtime_ns, path, state.st_size))
         return found

@@ -1,7 +1,7 @@
-"""The Flower engine: tasks go to the nodes of a Flower federation as messages, and their answers come back.
+"""The Flower engine: tasks go to the nodes of a Flower federation as messages, and answers come back.
 
-A node may be gone, hang, answer late, twice, something else or nonsense. None of that stops a run: its update is left
-out of the round and the reason is journalled.
+A node may be gone, hang, or answer late, twice, for another task or with nonsense. None of that stops a run: its answer
+is left out of the round and the reason is journalled.
 """
 
 import time
@@ -14,21 +14,24 @@ from pathlib import Path
 from flwr.app import Message
 from torch import Tensor
 
-from fedprophet.engines import Parts, cores
-from fedprophet.engines.plain import EmbeddedEngine
+from fedprophet.engines.plain import PlainEngine
+from fedprophet.engines.registry import EngineParts, cores
 from fedprophet.errors import TrainingError
-from fedprophet.flower.manifest import Terms, run_id
-from fedprophet.flower.node_registry import Owners, Roster
+from fedprophet.flower.manifest import RunManifest, run_id
+from fedprophet.flower.node_registry import KeyedClients, NodeRegistry
 from fedprophet.flower.protocol import Lacking, ProtocolError, Refusal, harmless, pack_task, unpack_answer
-from fedprophet.flower.timeouts import Pace
-from fedprophet.flower.transport import MOST_AT_ONCE, SPARE_BYTES, Grid, Ledger, Post
-from fedprophet.messages.task import BACKBONE, SERVER, ClientTask, ClientUpdate
+from fedprophet.flower.settings import FlowerSettings
+from fedprophet.flower.timeouts import Timeouts
+from fedprophet.flower.transport import MOST_AT_ONCE, SPARE_BYTES, Grid, Ledger, Transport
+from fedprophet.messages.answers import Answer
+from fedprophet.messages.tasks import ModelTask, Report, Task, Train
+from fedprophet.messages.values import BACKBONE, SERVER
 from fedprophet.server.coordinator import Record
 
 MOST_LATE = 1000
-"""So many messages that were given up are remembered, to know a late answer when it comes."""
+"""Messages without an answer that are remembered, to recognise a late answer."""
 WINDOW = 32
-"""Messages on their way at a time in a simulation: enough to keep its actors busy, and few enough for the memory."""
+"""Messages on their way at a time in a simulation: enough to keep its actors busy, few enough for the memory."""
 SIMULATED_INTERVAL = 0.02
 """Seconds between two looks for answers in a simulation, where looking costs next to nothing."""
 
@@ -37,7 +40,7 @@ SIMULATED_INTERVAL = 0.02
 class _Sent:
     """A task on its way, and the digests of the fixed modules that are attached to it."""
 
-    task: ClientTask
+    task: Task
     node: int
     modules: frozenset[str] = frozenset()
 
@@ -48,80 +51,80 @@ class FlowerEngine:
     def __init__(
         self,
         grid: Grid,
-        parts: Parts,
+        parts: EngineParts,
         run: Callable[[], str],
-        terms: Terms,
-        pace: Pace,
+        manifest: RunManifest,
+        timeouts: Timeouts,
         ledger: Ledger | None = None,
         look: Callable[[], None] = lambda: None,
-        owners: Owners | None = None,
+        keys: KeyedClients | None = None,
     ) -> None:
         """Make the engine of a run.
 
         `run` returns the run's id, and is called when the first task goes out. `look` is called while the engine waits,
-        and may raise where waiting has become vain. Without `owners` a node is the client that it says it is.
+        and raises where nothing can come any more. Without `keys` a node is the client that it says it is.
         """
-        self._pace, self._look = pace, look
-        self._run, self._terms = cache(run), terms.to_text()
-        self._plain = EmbeddedEngine(parts.population, parts.workspaces, parts.reserve)
+        self._timeouts, self._look = timeouts, look
+        self._run, self._manifest = cache(run), manifest.to_text()
+        self._plain = PlainEngine(parts.population, parts.workspaces, parts.reserve)
         self._modules = parts.workspaces[BACKBONE].modules
         self._workspaces = parts.workspaces
         self._whole = shared_bytes(parts)
         self._ledger = ledger or Ledger()
-        self._post = Post(grid, self._ledger)
-        self._roster = Roster(self._post, pace, self._ledger, parts.config.population.clients, owners)
+        self._transport = Transport(grid, self._ledger)
+        self._registry = NodeRegistry(self._transport, timeouts, self._ledger, parts.config.population.clients, keys)
         self._pending: dict[str, _Sent] = {}
         self._late: dict[str, _Sent] = {}
         self._done: dict[str, _Sent] = {}
         self.failed = False
-        """Whether Flower itself has reported a failure, such as a process that died."""
+        """Whether Flower has reported a failure, such as a process that died."""
 
     @property
     def busy(self) -> bool:
-        """Whether somebody is working on a task."""
+        """Whether a task is on its way."""
         return bool(self._pending)
 
-    def map(self, tasks: Iterable[ClientTask]) -> Iterator[ClientUpdate]:
-        """Carry out the tasks; updates come in the order in which they arrive, and some may be missing."""
+    def map(self, tasks: Iterable[Task]) -> Iterator[Answer]:
+        """Carry out the tasks; answers come in the order in which they arrive, and some may be missing."""
         tasks = list(tasks)
         yield from self._plain.map(task for task in tasks if task.client == SERVER)
         away = [task for task in tasks if task.client != SERVER]
         if away:
-            self._ledger.trainers |= {task.client for task in away if task.kind == "train"}
+            self._ledger.trainers |= {task.client for task in away if isinstance(task, Train)}
             yield from self._carry_out(away)
 
     def account(self) -> Record:
-        """Return the bytes that went over the wire since the last call, and whose answers were left out, and why."""
+        """Return the bytes sent and received since the last call, and which clients' answers were left out and why."""
         return self._ledger.close(self._whole)
 
-    def _carry_out(self, tasks: Sequence[ClientTask]) -> Iterator[ClientUpdate]:
-        self._give_up()  # where somebody did not take all updates of the phase before
+    def _carry_out(self, tasks: Sequence[Task]) -> Iterator[Answer]:
+        self._give_up()  # of a phase before whose answers were not all taken
         self._done.clear()
-        self._roster.meet({task.client for task in tasks}, self._look)
+        self._registry.meet({task.client for task in tasks}, self._look)
         waiting, refusals, updates = deque(tasks), list[str](), 0
-        end = time.monotonic() + self._pace.deadline
+        end = time.monotonic() + self._timeouts.deadline
         while waiting or self._pending:
-            while waiting and (self._pace.window is None or len(self._pending) < self._pace.window):
+            while waiting and (self._timeouts.window is None or len(self._pending) < self._timeouts.window):
                 self._hand_out(waiting.popleft())
             heard = False
-            for reply in self._post.fetch([*self._pending, *self._some_late()]):
+            for reply in self._transport.fetch([*self._pending, *self._some_late()]):
                 heard = True
                 update = self._accept(reply, refusals)
                 if update is not None:
                     updates += 1
                     yield update
-            if heard and self._pace.simulated:
-                end = time.monotonic() + self._pace.deadline
+            if heard and self._timeouts.simulated:
+                end = time.monotonic() + self._timeouts.deadline
             if time.monotonic() >= end:
                 break
             if not heard and self._pending:
                 self._look()
-                time.sleep(self._pace.interval)
+                time.sleep(self._timeouts.interval)
         for task in (*waiting, *(sent.task for sent in self._pending.values())):
-            self._ledger.fault(task.client, f"no answer within {self._pace.deadline:g} s")
+            self._ledger.fault(task.client, f"no answer within {self._timeouts.deadline:g} s")
         self._give_up()
-        if self._pace.simulated and refusals and not updates:
-            # Nodes of a simulation are this very program: what all of them say is no fault of the nodes.
+        if self._timeouts.simulated and refusals and not updates:
+            # Nodes of a simulation are this very program: if none succeeds, the fault is not the nodes'.
             raise TrainingError(harmless(refusals[0]))
 
     def _give_up(self) -> None:
@@ -130,27 +133,27 @@ class FlowerEngine:
         self._pending = {}
 
     def _some_late(self) -> list[str]:
-        """Return a few of the messages that were given up, in turn: there may be many, and nobody waits for them."""
+        """Return a few of the messages that were given up, in turn: there may be many, and they are not urgent."""
         some = list(self._late)[:MOST_AT_ONCE]
         for name in some:
             self._late[name] = self._late.pop(name)
         return some
 
-    def _hand_out(self, task: ClientTask, lacking: Iterable[str] = ()) -> None:
-        node = self._roster.node(task.client)
+    def _hand_out(self, task: Task, lacking: Iterable[str] = ()) -> None:
+        node = self._registry.node(task.client)
         if node is None:
-            self._ledger.fault(task.client, self._roster.why_not(task.client))
+            self._ledger.fault(task.client, self._registry.why_not(task.client))
             return
         modules = {name: self._modules[name] for name in lacking}
-        content = pack_task(task, run=self._run(), config=self._terms, modules=modules)
-        name = self._post.send(content, node, str(task.round))
+        content = pack_task(task, run=self._run(), manifest=self._manifest, modules=modules)
+        name = self._transport.send(content, node, str(task.round))
         if name is None:
             self._ledger.fault(task.client, "the task could not be sent")
         else:
             self._pending[name] = _Sent(task, node, frozenset(modules))
 
-    def _accept(self, reply: Message, refusals: list[str]) -> ClientUpdate | None:
-        """Return the update of an answer; None where it has none, which is noted."""
+    def _accept(self, reply: Message, refusals: list[str]) -> Answer | None:
+        """Return a usable answer; None where there is none, which is noted."""
         name = reply.metadata.reply_to_message_id
         sent = self._pending.pop(name, None)
         if sent is None:
@@ -164,7 +167,7 @@ class FlowerEngine:
             self._ledger.fault(sent.task.client, str(error))
             return None
 
-    def _update(self, reply: Message, sent: _Sent) -> ClientUpdate | None:
+    def _update(self, reply: Message, sent: _Sent) -> Answer | None:
         if not reply.has_content():
             self.failed = True
             raise _NotUsableError(f"its node failed: {reply.error.reason or f'error {reply.error.code}'}")
@@ -175,7 +178,7 @@ class FlowerEngine:
         except ProtocolError as error:
             raise _NotUsableError(str(error)) from None
         match answer:
-            case ClientUpdate():
+            case Answer():
                 return _expected(answer, sent.task)
             case Lacking():
                 self._send_modules(answer, sent)
@@ -183,22 +186,24 @@ class FlowerEngine:
             case Refusal():
                 raise _NotUsableError(answer.text)
             case _:
-                raise _NotUsableError("it said who it is in place of an answer")
+                raise _NotUsableError("it said which client it is in place of an answer")
 
-    def _most(self, task: ClientTask) -> int:
-        """Return how many bytes an answer may have: twice what the task's parameters and the client's own layers have.
+    def _most(self, task: Task) -> int:
+        """Return how many bytes an answer may have: twice the task's parameters and the client's own layers.
 
-        Those layers come only where they were asked for, and norm layers may have a second set of statistics.
+        Those layers come only where they were asked for. They may have a second set of statistics.
         """
-        layers = 2 * _bytes(self._workspaces[task.architecture].initial) if task.wants_local else 0
-        return 2 * (_bytes(task.parameters) + layers) + SPARE_BYTES
+        parameters = _bytes(task.parameters) if isinstance(task, ModelTask) else 0
+        wants_local = isinstance(task, Report | Train) and task.wants_local
+        layers = 2 * _bytes(self._workspaces[task.architecture].initial) if wants_local else 0
+        return 2 * (parameters + layers) + SPARE_BYTES
 
     def _send_modules(self, answer: Lacking, sent: _Sent) -> None:
         """Send a task again, with the fixed modules that the node does not have.
 
-        What it had a moment ago another task may have displaced from its cache, so the second time it gets all.
+        Another task may have displaced those that it had a moment ago, so the second time it gets all.
         """
-        known = {module.digest for module in sent.task.frozen}
+        known = {module.digest for module in sent.task.frozen} if isinstance(sent.task, ModelTask) else set()
         if not answer.digests or not known.issuperset(answer.digests):
             raise _NotUsableError("it asks for modules that its task does not need")
         if sent.modules == known:
@@ -213,44 +218,46 @@ class FlowerEngine:
         elif name in self._done:
             self._ledger.fault(self._done[name].task.client, "it answered twice")
         else:
-            self._ledger.fault(f"node {reply.metadata.src_node_id}", "it answered what nobody had asked")
+            self._ledger.fault(f"node {reply.metadata.src_node_id}", "it answered a question that was not asked")
 
 
 class _NotUsableError(Exception):
-    """An answer without an update; the text is what is journalled."""
+    """An answer that cannot be used; the text is journalled."""
 
 
-def _expected(update: ClientUpdate, task: ClientTask) -> ClientUpdate:
-    """Return an update of the task that was given; one of another task would spoil the round."""
-    ours, theirs = ((what.kind, what.round, what.client, what.number) for what in (task, update))
+def _expected(answer: Answer, task: Task) -> Answer:
+    """Return an answer to the task that was sent; refuse one to another task."""
+    ours, theirs = ((each.kind, each.round, each.client, each.number) for each in (task, answer))
     if ours != theirs:
         raise _NotUsableError("it answered for another task: {} of round {}, client {}, number {}".format(*theirs))
-    return update
+    return answer
 
 
 def _bytes(tensors: Mapping[str, Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def shared_bytes(parts: Parts) -> int:
+def shared_bytes(parts: EngineParts) -> int:
     """Return the bytes of the whole model's shared parameters: what jFAT sends each way."""
     chain = parts.workspaces[BACKBONE].chain
     return sum(chain.tensors[name].nbytes for name in chain.shared())
 
 
-def engine_of_devices(grid: Grid, parts: Parts, owners: Owners | None) -> FlowerEngine:
-    """Return the engine of a run whose clients are on machines of their own, each with a key if there are `owners`."""
+def engine_of_devices(grid: Grid, parts: EngineParts, keys: KeyedClients | None) -> FlowerEngine:
+    """Return the engine of a run whose clients are on machines of their own, each with a key if there are `keys`."""
     home = parts.clients.parent.absolute() if parts.clients else None
     run = partial(run_id, home, deployed=True)
-    return FlowerEngine(grid, parts, run, Terms.of(parts), Pace(parts.config.flower.deadline), owners=owners)
+    return FlowerEngine(
+        grid, parts, run, RunManifest.of(parts), Timeouts(parts.config.of(FlowerSettings).deadline), keys=keys
+    )
 
 
 def engine_of_simulation(
-    grid: Grid, parts: Parts, home: Path, ledger: Ledger | None = None, look: Callable[[], None] = lambda: None
+    grid: Grid, parts: EngineParts, home: Path, ledger: Ledger | None = None, look: Callable[[], None] = lambda: None
 ) -> FlowerEngine:
     """Return the engine of a run in Flower's simulation, whose clients keep their files in `home`."""
-    flower = parts.config.flower
-    pace = Pace(flower.deadline, simulated=True, window=WINDOW, interval=SIMULATED_INTERVAL)
+    flower = parts.config.of(FlowerSettings)
+    timeouts = Timeouts(flower.deadline, simulated=True, window=WINDOW, interval=SIMULATED_INTERVAL)
     together = max(1, cores(parts.config) // flower.cpus)
-    terms = Terms.of(parts, home=str(home), threads=flower.cpus, together=together)
-    return FlowerEngine(grid, parts, partial(run_id, home, deployed=False), terms, pace, ledger, look)
+    manifest = RunManifest.of(parts, home=str(home), threads=flower.cpus, together=together)
+    return FlowerEngine(grid, parts, partial(run_id, home, deployed=False), manifest, timeouts, ledger, look)

@@ -1,4 +1,4 @@
-"""What a node has to know of a run beside its tasks. It travels with each of them, as JSON."""
+"""What a node has to know about a run besides its tasks. It travels with each of them, as JSON."""
 
 import json
 import secrets
@@ -13,24 +13,25 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from fedprophet.client.workspace import Workspace
-from fedprophet.config.config import Config, parse_config
-from fedprophet.engines import Parts
+from fedprophet.config.config import Config
+from fedprophet.config.load import parse_config
+from fedprophet.engines.registry import EngineParts
 from fedprophet.errors import CheckpointError
 from fedprophet.flower.protocol import ProtocolError
-from fedprophet.messages.task import BACKBONE
+from fedprophet.messages.values import BACKBONE
 from fedprophet.models.normalize import Normalize
 from fedprophet.storage.files import IDENTITY, tensors_from_bytes, tensors_to_bytes, write_atomic
 
 
-class Terms(BaseModel):
-    """A run, as its nodes see it.
+class RunManifest(BaseModel):
+    """A run as its nodes see it.
 
-    `classes`, `names` and `shape` are those of the server's data, `mean` and `std` what the server's model normalises
-    with: a node's own data may have another mean, and the model must see all images alike. `reserve` is R_min. Where
-    the run has starting weights, `layers` are what a client needs of them, so that the file is the server's alone: of
-    each model the norm layers of a client that has not trained yet (safetensors, in base64). Parameters that are shared
-    come with the tasks. The rest is for the nodes of a simulation, which share the server's machine: the run's folder,
-    the threads of a client, and how many of them run side by side.
+    `classes`, `names` and `shape` are those of the server's data; `mean` and `std` are the numbers that the server's
+    model normalises with, which a node's own data may not have. `reserve` is R_min. Where the run has starting weights,
+    `layers` holds the norm layers with which the clients of each model start (safetensors, in base64), because the
+    file of weights stays on the server. Shared parameters come with the tasks. The rest is for the nodes of a
+    simulation, which share the server's machine: the run's folder, the threads of a client, and how many clients run
+    side by side.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -48,8 +49,8 @@ class Terms(BaseModel):
     together: int = Field(default=1, ge=1)
 
     @classmethod
-    def of(cls, parts: Parts, **simulation: Any) -> Self:
-        """Return the terms of a run; those of a simulation are added to them."""
+    def of(cls, parts: EngineParts, **simulation: Any) -> Self:
+        """Return the manifest of a run, with what only a simulation needs added to it."""
         data, workspaces = parts.dataset, parts.workspaces
         mean, std = _normalisation(parts)
         started = workspaces.items() if parts.config.model.weights else ()
@@ -75,21 +76,21 @@ class Terms(BaseModel):
         try:
             return cls.model_validate(json.loads(text))
         except (ValidationError, ValueError, RecursionError) as error:
-            raise ProtocolError(f"the terms of the run cannot be read: {str(error).splitlines()[0][:200]}") from None
+            raise ProtocolError(f"the run's manifest cannot be read: {str(error).splitlines()[0][:200]}") from None
 
     def parsed_config(self) -> Config:
         """Return the run's configuration."""
         return parse_config(self.config, "as the server sent it")
 
     def start(self, workspaces: Mapping[str, Workspace]) -> None:
-        """Give clients that have not trained yet the layers that the server's have."""
+        """Give clients that have not trained yet the layers that the server's clients start with."""
         for name, workspace in workspaces.items() if self.layers else ():
             try:
                 found = tensors_from_bytes(b64decode(self.layers[name], validate=True))
             except (KeyError, ValueError, SafetensorError):
-                raise ProtocolError(f"the terms of the run do not say what a {name} starts with") from None
+                raise ProtocolError(f"the run's manifest does not say what a {name} starts with") from None
             if _kinds(found) != _kinds(workspace.initial):
-                raise ProtocolError(f"the terms of the run have layers for {name} that this model does not have")
+                raise ProtocolError(f"the run's manifest has layers for {name} that this model does not have")
             workspace.initial = found
 
 
@@ -97,15 +98,15 @@ def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.
     return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
 
 
-def _normalisation(parts: Parts) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the numbers of the model's normalisation; starting weights may have brought others than the data's."""
+def _normalisation(parts: EngineParts) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the numbers that the model normalises with; with starting weights they may not be the data's."""
     layers = parts.workspaces[BACKBONE].chain.modules()
     found = (layer.numbers for layer in layers if isinstance(layer, Normalize))
     return next(found, (parts.dataset.mean, parts.dataset.std))
 
 
 def run_id(folder: Path | None, deployed: bool) -> str:
-    """Return the id by which nodes know a run; drawn once and kept in its folder, so a resume has it too."""
+    """Return the id by which nodes know a run; it is drawn once and kept in the run's folder, for a resume."""
     fresh = secrets.token_hex(16)
     if folder is None:
         return fresh
@@ -117,5 +118,5 @@ def run_id(folder: Path | None, deployed: bool) -> str:
     except (OSError, ValueError, KeyError, TypeError):
         found = None
     if not isinstance(found, str):
-        raise CheckpointError(f"{file} is damaged. Put it back from a copy, or start the run anew")
+        raise CheckpointError(f"{file} is damaged. Put it back from a copy, or start the run again")
     return found

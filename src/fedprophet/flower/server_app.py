@@ -1,4 +1,4 @@
-"""The ServerApp: a run on the nodes that Flower connects, be they a simulation's or real ones.
+"""The ServerApp: a run on the nodes that Flower connects, simulated or real.
 
 The run config says which run: `config` (a preset or the path of a TOML file on the server), `overrides` (KEY=VALUE,
 separated by blanks), `out` (the run's folder) and `resume` (true: go on with the run in that folder).
@@ -14,36 +14,39 @@ from typing import Any
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
-from flwr.superlink.grid import InMemoryGrid
+from flwr.superlink.grid import InMemoryGrid  # Flower has no public way to tell a simulation
 from rich.console import Console
 
-from fedprophet.config.config import load_config
+from fedprophet.config.load import load_config
 from fedprophet.display.progress import PlainLines
-from fedprophet.engines import Parts
-from fedprophet.engines.workers import ONE_THREAD
+from fedprophet.engines.registry import EngineParts
+from fedprophet.engines.threads import ONE_THREAD
 from fedprophet.errors import ConfigError, FedProphetError
-from fedprophet.flower import expect_startable_python
 from fedprophet.flower.engine import engine_of_devices, engine_of_simulation
-from fedprophet.flower.node_keys import KeyOwners, registered_keys
-from fedprophet.flower.node_registry import Owners
-from fedprophet.runs.run import Run, play, reopen, start
-from fedprophet.runs.session import CUSTOM, EngineMaker
+from fedprophet.flower.node_keys import NodeKeys, registered_keys
+from fedprophet.flower.node_registry import KeyedClients
+from fedprophet.flower.offline import expect_startable_python, stay_offline
+from fedprophet.runs.play import play
+from fedprophet.runs.run import Run, reopen, start
+from fedprophet.runs.session import EngineMaker
 from fedprophet.server.coordinator import Engine
+from fedprophet.settings.values import CUSTOM
 
 SECONDS_TO_START = 60.0
 SECONDS_TO_REGISTER = 2.0
-"""A simulation lists its nodes one after the other while the server begins; when no more come, these are all."""
+"""A simulation adds its nodes one by one while the server starts; when none has come for this time, these are all."""
 
 log = logging.getLogger("fedprophet")
 
+stay_offline()  # Flower loads this module before it starts Ray
 app = ServerApp()
 
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Play a run from its beginning, or from its last checkpoint, to its end."""
+    """Play a run to its end, from its beginning or from its last checkpoint."""
     simulated = isinstance(grid, InMemoryGrid)
-    # The sums of a simulation are those of every engine that runs clients side by side: of one thread.
+    # An engine that runs clients side by side computes with one thread; so does a simulation.
     threads: AbstractContextManager[None] = ONE_THREAD if simulated else nullcontext()
     console = Console(soft_wrap=True)
     try:
@@ -75,20 +78,20 @@ def open_run(given: Mapping[str, Any], engine: EngineMaker, simulated: bool) -> 
     except ValueError as error:
         raise ConfigError(f"overrides: {error}. Allowed: KEY=VALUE, separated by blanks") from None
     config = load_config(text["config"] or None, overrides)
-    # What the server computes itself, it computes with its plain engine; a simulation could go on without `flwr run`.
+    # The server's own work runs on the plain engine. A simulated run can go on without `flwr run`.
     config = config.model_copy(update={"engine": "flower-sim" if simulated else "plain"})
     return start(config, out, engine=engine)
 
 
 def engine_on(grid: Grid, simulated: bool) -> EngineMaker:
-    """Return what makes a run's engine of Flower's connection."""
+    """Return the function that makes a run's engine from Flower's connection."""
 
-    def make(parts: Parts) -> Engine:
+    def make(parts: EngineParts) -> Engine:
         config, clients = parts.config, parts.clients
         if CUSTOM in (config.model.name, config.data.name):
             raise ConfigError("a run on Flower's nodes needs a model and data that the configuration names")
         if not simulated:
-            return engine_of_devices(grid, parts, owners_on(grid))
+            return engine_of_devices(grid, parts, keys_on(grid))
         if clients is None:
             raise ConfigError("a run in Flower's simulation needs a folder: its clients keep their layers there")
         expect_startable_python()
@@ -98,18 +101,18 @@ def engine_on(grid: Grid, simulated: bool) -> EngineMaker:
     return make
 
 
-def owners_on(grid: Grid) -> Owners | None:
-    """Return what says which client a node's key was made for; None on a server without a pilot, which is told."""
+def keys_on(grid: Grid) -> KeyedClients | None:
+    """Return which client each node's key was made for; None on a server without a pilot, with a warning."""
     keys = registered_keys()
     if keys is None:
         text = "this server was not started by fedprophet deploy server, so a node is the client that it says it is"
-        log.warning("%s, whatever key it has", text)
+        log.warning("%s: keys are not checked", text)
         return None
-    return KeyOwners(grid, keys)
+    return NodeKeys(grid, keys)
 
 
 def expect_nodes(grid: Grid, clients: int) -> None:
-    """Refuse a simulation of fewer nodes than clients: in one, nobody comes later than at its very beginning."""
+    """Refuse a simulation of fewer nodes than clients: all its nodes are there from the beginning."""
     seen, changed = 0, time.monotonic()
     while (nodes := len(list(grid.get_node_ids()))) < clients:
         now = time.monotonic()

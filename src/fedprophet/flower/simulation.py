@@ -1,7 +1,7 @@
 """Flower's simulation as an engine: its nodes are actors of Ray on this machine, or on a cluster.
 
-The run stays in the main thread, as with every other engine, so that a Ctrl-C finds it there. Flower's simulation wants
-to call the server; here it does so in a thread of its own, where the "server" hands out Flower's connection and waits.
+The run stays in the main thread, as with every other engine, so that a Ctrl-C reaches it. Flower's simulation calls the
+server itself: here it does so in another thread, where the "server" hands Flower's connection to the run and waits.
 """
 
 import logging
@@ -22,49 +22,52 @@ from flwr.app import Context, Message
 from flwr.serverapp import Grid, ServerApp
 from flwr.simulation import run_simulation
 
-from fedprophet.engines import Parts
-from fedprophet.engines.workers import ONE_THREAD
+from fedprophet.engines.registry import EngineParts
+from fedprophet.engines.threads import ONE_THREAD
 from fedprophet.errors import ConfigError, TrainingError
-from fedprophet.flower import CLUSTER, expect_startable_python
 from fedprophet.flower.client_app import make_app
 from fedprophet.flower.engine import FlowerEngine, engine_of_simulation, shared_bytes
+from fedprophet.flower.offline import CLUSTER, expect_startable_python
+from fedprophet.flower.settings import FlowerSettings
 from fedprophet.flower.transport import Ledger
-from fedprophet.messages.task import ClientTask, ClientUpdate
-from fedprophet.runs.session import CUSTOM
+from fedprophet.messages.answers import Answer
+from fedprophet.messages.tasks import Task
 from fedprophet.server.coordinator import Record
+from fedprophet.settings.values import CUSTOM
 
 LOG = "flower.log"
-"""The file in the run's folder that takes what Flower and Ray have to say."""
+"""The file in the run's folder for the log of Flower and Ray."""
 LOGGERS = ("flwr", "ray", "ray._private", "ray.actor", "ray.util")
-"""Ray takes the handlers of its own logger away when it starts, but not those of the ones below it."""
+"""Ray removes the handlers of its own logger when it starts, but not those of the ones below it."""
 SECONDS_TO_START = 120.0
 SECONDS_TO_FINISH = 10.0
 SECONDS_TO_LEAVE = 30.0
 _SHORT = Path("/tmp")
-"""Ray keeps its sockets in a temporary folder, and the names of sockets must be short."""
-_ROOM = "fp-ray-"
+"""Ray keeps its sockets in a temporary folder, and their paths must be short."""
+_PREFIX = "fp-ray-"
 
 
 class SimulationEngine:
-    """Starts Flower's simulation when the first task is to go out, and ends it with `close`.
+    """Starts Flower's simulation when the first task goes out, and ends it with `close`.
 
-    `cores` CPU cores are used: Ray runs as many clients side by side as have flower.cpus cores each.
+    It uses `cores` CPU cores: clients run side by side, with flower.cpus cores each.
     """
 
-    def __init__(self, parts: Parts, cores: int) -> None:
+    def __init__(self, parts: EngineParts, cores: int) -> None:
         _check(parts, cores)
         self._parts, self._cores = parts, cores
         self._ledger = Ledger()
-        self._temporary = None if parts.clients else tempfile.TemporaryDirectory(prefix="fedprophet-run-")
-        self._home = Path(self._temporary.name) if self._temporary else _folder(parts).absolute()
+        if parts.clients is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="fedprophet-run-")
+        self._home = parts.clients.parent.absolute() if parts.clients else Path(self._temporary.name)
         self._simulation: Simulation | None = None
         self._engine: FlowerEngine | None = None
         self._one_thread = _hold_one_thread(self)
 
-    def map(self, tasks: Iterable[ClientTask]) -> Iterator[ClientUpdate]:
-        """Carry out the tasks; updates come in the order in which they arrive, and some may be missing."""
+    def map(self, tasks: Iterable[Task]) -> Iterator[Answer]:
+        """Carry out the tasks; answers come in the order in which they arrive, and some may be missing."""
         if self._engine is not None and self._engine.failed:
-            self.close()  # an actor that died would go on to fail
+            self.close()  # an actor that died would fail again
         if not self._one_thread.alive:
             self._one_thread = _hold_one_thread(self)
         if self._engine is None:
@@ -72,11 +75,11 @@ class SimulationEngine:
         yield from self._engine.map(tasks)
 
     def account(self) -> Record:
-        """Return the bytes that went over the wire since the last call, and whose answers were left out, and why."""
+        """Return the bytes sent and received since the last call, and which clients' answers were left out and why."""
         return self._ledger.close(shared_bytes(self._parts))
 
     def close(self) -> None:
-        """End the simulation. The engine can still be used: it starts another."""
+        """End the simulation. The engine can still be used: it starts a new one."""
         simulation, engine = self._simulation, self._engine
         self._simulation = self._engine = None
         self._one_thread()
@@ -89,7 +92,7 @@ class SimulationEngine:
     def _grid(self) -> Grid:
         if self._simulation is None:
             config = self._parts.config
-            clients, cpus = config.population.clients, config.flower.cpus
+            clients, cpus = config.population.clients, config.of(FlowerSettings).cpus
             self._simulation = Simulation(clients, cpus, self._cores, self._home / LOG)
         return self._simulation.grid()
 
@@ -98,36 +101,31 @@ class SimulationEngine:
             self._simulation.look()
 
 
-def _folder(parts: Parts) -> Path:
-    assert parts.clients is not None
-    return parts.clients.parent
-
-
 def _hold_one_thread(engine: SimulationEngine) -> "weakref.finalize[..., SimulationEngine]":
-    """Let torch use one thread, as each client does, until the engine is closed or gone."""
+    """Make torch use one thread, as each client does, until the engine is closed or gone."""
     ONE_THREAD.__enter__()
     return weakref.finalize(engine, ONE_THREAD.__exit__)
 
 
-def _check(parts: Parts, cores: int) -> None:
+def _check(parts: EngineParts, cores: int) -> None:
     """Refuse what a simulation cannot do, before anything is written."""
-    config = parts.config
+    config, cpus = parts.config, parts.config.of(FlowerSettings).cpus
     for key, name in {"model": config.model.name, "data": config.data.name}.items():
         if name == CUSTOM:
             raise ConfigError(
-                f'engine = "flower-sim": its processes know only what the configuration names, not {key} that was '
-                'handed over in Python. Use engine = "auto"'
+                f'engine = "flower-sim": its processes know only what the configuration names, not {key} passed in '
+                'from Python. Use engine = "auto"'
             )
-    if CLUSTER not in os.environ and config.flower.cpus > cores:
+    if CLUSTER not in os.environ and cpus > cores:
         raise ConfigError(
-            f"flower.cpus: a client is to have {config.flower.cpus} cores, and the run has {cores}. Set flower.cpus to "
-            "at most that, or threads to more"
+            f"flower.cpus: a client is to have {cpus} cores, and the run has {cores}. Lower flower.cpus, "
+            "or raise threads"
         )
     expect_startable_python()
 
 
 class _Lazy:
-    """Flower's connection, made when it is used for the first time."""
+    """Flower's connection, made at its first use."""
 
     def __init__(self, grid: Callable[[], Grid]) -> None:
         self._grid = grid
@@ -147,10 +145,10 @@ class Simulation:
 
     def __init__(self, clients: int, cpus: int, cores: int, log_file: Path) -> None:
         if ray.is_initialized():
-            raise TrainingError("this process has a simulation already: wait for its end, or use another process")
+            raise TrainingError("this process already has a simulation: wait for its end, or use another process")
         self._log_file = log_file
-        self._room = _room()
-        self._leave = self._room / "leave"
+        self._folder = _temporary_folder()
+        self._leave = self._folder / "leave"
         self._stop = threading.Event()
         self._grids: queue.Queue[Grid] = queue.Queue()
         self._connection: Grid | None = None
@@ -172,12 +170,12 @@ class Simulation:
         return self._connection
 
     def look(self) -> None:
-        """Raise where the simulation has come to an end by itself."""
+        """Raise where the simulation has ended by itself."""
         if not self._thread.is_alive():
             raise self._lost(str(self._error or "it has ended"))
 
     def close(self, at_once: bool) -> None:
-        """End the simulation; `at_once` does not let clients finish what they are working on."""
+        """End the simulation; with `at_once`, clients do not finish their tasks."""
         if at_once:
             self._leave.touch()
         self._stop.set()
@@ -185,17 +183,17 @@ class Simulation:
         if self._thread.is_alive():
             self._leave.touch()
             self._thread.join(SECONDS_TO_LEAVE)
-        shutil.rmtree(self._room, ignore_errors=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _lost(self, why: str) -> TrainingError:
         return TrainingError(f"Flower's simulation failed: {why}. {self._log_file} says more")
 
     def _ray(self, cores: int) -> dict[str, Any]:
-        """Return what Ray is started with; a cluster of the user's has been started already."""
+        """Return the arguments to start Ray with; a cluster of the user's is running already."""
         quiet = {"log_to_driver": False, "configure_logging": False}
         if CLUSTER in os.environ:
             return quiet
-        return {"address": "local", "num_cpus": cores, "num_gpus": 0, "_temp_dir": str(self._room), **quiet}
+        return {"address": "local", "num_cpus": cores, "num_gpus": 0, "_temp_dir": str(self._folder), **quiet}
 
     def _play(self, clients: int, backend: dict[str, Any]) -> None:
         server = ServerApp()
@@ -206,7 +204,7 @@ class Simulation:
             while not self._stop.wait(1.0) and threading.main_thread().is_alive():
                 pass
 
-        # Ray announces a change of its own here, to everybody who has not heard of it.
+        # Without this, Ray prints a warning about a change in one of its next versions.
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         path = os.environ.get("PYTHONPATH")
         try:
@@ -216,21 +214,21 @@ class Simulation:
             self._error = error.__cause__ or error
         finally:
             self._stop.set()
-            # Flower adds this process's own path to it each time.
+            # Flower adds to it each time.
             if path is None:
                 os.environ.pop("PYTHONPATH", None)
             else:
                 os.environ["PYTHONPATH"] = path
 
 
-def _room() -> Path:
-    """Return a temporary folder for Ray, and remove those of processes that were killed."""
+def _temporary_folder() -> Path:
+    """Make a temporary folder for Ray, and remove those of processes that were killed."""
     place = _SHORT if _SHORT.is_dir() else Path(tempfile.gettempdir())
-    for left in place.glob(f"{_ROOM}*"):
-        owner = left.name.removeprefix(_ROOM).partition("-")[0]
+    for left in place.glob(f"{_PREFIX}*"):
+        owner = left.name.removeprefix(_PREFIX).partition("-")[0]
         if owner.isdigit() and not _alive(int(owner)):
             shutil.rmtree(left, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"{_ROOM}{os.getpid()}-", dir=place))
+    return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=place))
 
 
 def _alive(process: int) -> bool:
@@ -239,13 +237,13 @@ def _alive(process: int) -> bool:
     except ProcessLookupError:
         return False
     except OSError:
-        pass  # somebody else's
+        pass  # another user's
     return True
 
 
 @contextmanager
 def _logged(file: Path) -> Iterator[None]:
-    """Let what Flower and Ray have to say go to a file instead of the terminal."""
+    """Send the log of Flower and Ray to a file instead of the terminal."""
     handler = logging.FileHandler(file, delay=True)
     handler.setLevel(logging.INFO)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

@@ -1,15 +1,15 @@
-"""How long one waits for nodes and for their answers."""
+"""How long the server waits for nodes and for their answers."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Pace:
-    """How long the engine waits, in seconds, and whether the nodes are those of a simulation.
+class Timeouts:
+    """How long the engine waits, in seconds, and whether the nodes are simulated.
 
-    A phase may take `deadline`. In a simulation clients wait for each other, so there it is the time in which nobody
-    answers, and no more than `window` messages are on their way. `patience` is how long the first phase waits for nodes
-    that have not connected yet, `greeting` how long any phase waits for new ones to say who they are.
+    A phase may take `deadline`. In a simulation clients wait for each other, so there it is the time without any
+    answer, and at most `window` messages are on their way. `patience` is how long the first phase waits for nodes that
+    have not connected yet, `greeting` how long any phase waits for new ones to say which client they are.
     """
 
     deadline: float

@@ -1,11 +1,11 @@
-"""Messages to the nodes of a federation and their answers, and the account that is kept of a round.
+"""Messages to the nodes of a federation and their answers, and the record that is kept of a round.
 
-The account says how many bytes went over the wire, whose answers were left out, and why.
+It says how many bytes went over the wire, which answers were left out, and why.
 """
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,18 +16,18 @@ from fedprophet.flower.protocol import harmless, wire_bytes
 from fedprophet.server.coordinator import Record
 
 QUERY = "query"
-"""The type of all messages: a ClientApp has one handler for it."""
+"""The type of all messages: the ClientApp has one handler for it."""
 VALID_SECONDS = 30 * 86400.0
-"""Flower throws messages away that are older. Ours are given up by the deadline."""
+"""Flower discards older messages. The engine gives up at its deadline, long before."""
 MOST_AT_ONCE = 8
-"""So many answers are fetched at a time: each may hold a whole model, and all of them would fill the memory."""
+"""Answers that are fetched at a time: each may hold a whole model, and all at once would fill the memory."""
 SPARE_BYTES = 2**20
-"""What an answer may have beside tensors, and all that a node may say when it is asked who it is."""
+"""What an answer may have besides tensors, and the most that a hello may have."""
 log = logging.getLogger("fedprophet")
 
 
 class Grid(Protocol):
-    """What is used of Flower's connection to its nodes."""
+    """The part of Flower's connection to its nodes that is used."""
 
     def get_node_ids(self) -> Iterable[int]: ...
 
@@ -46,14 +46,13 @@ class Ledger:
     faults: dict[str, list[str]] = field(default_factory=dict)
 
     def fault(self, who: int | str, reason: str) -> None:
-        """Note why somebody's answer is missing, each reason once."""
-        text = harmless(reason)
+        """Note why an answer is missing, each reason once."""
         reasons = self.faults.setdefault(str(who), [])
-        if text not in reasons:
+        if (text := harmless(reason)) not in reasons:
             reasons.append(text)
 
     def close(self, whole: int) -> Record:
-        """Return the round's account and begin a new one; `whole` are the bytes of the model's shared parameters."""
+        """Return the round's record and begin a new one; `whole` is the size of the model's shared parameters."""
         record: Record = {
             "wire": {"sent": self.sent, "received": self.received, "jfat": 2 * whole * len(self.trainers)},
             "faults": {who: "; ".join(reasons) for who, reasons in sorted(self.faults.items())},
@@ -62,8 +61,8 @@ class Ledger:
         return record
 
 
-class Post:
-    """Sends and fetches messages, and counts their bytes. A connection that fails for a while is no end of a run."""
+class Transport:
+    """Sends and fetches messages, and counts their bytes. A run survives a connection that fails for a while."""
 
     def __init__(self, grid: Grid, ledger: Ledger) -> None:
         self._grid, self._ledger = grid, ledger
@@ -86,9 +85,10 @@ class Post:
 
     def fetch(self, ids: Iterable[str]) -> Iterator[Message]:
         """Yield the answers that have come to messages with these ids, a few at a time in memory."""
-        for some in _batches(list(ids), MOST_AT_ONCE):
+        waiting = list(ids)
+        for start in range(0, len(waiting), MOST_AT_ONCE):
             try:
-                replies = deque(self._grid.pull_messages(some))
+                replies = deque(self._grid.pull_messages(waiting[start : start + MOST_AT_ONCE]))
             except FedProphetError:
                 raise
             except Exception as error:
@@ -99,19 +99,15 @@ class Post:
                 yield replies.popleft()
 
     def online(self) -> set[int] | None:
-        """Return the nodes that are connected; None where Flower does not say."""
+        """Return the nodes that are connected; None where Flower cannot list them."""
         try:
             found = set(self._grid.get_node_ids())
         except FedProphetError:
             raise
         except Exception as error:
-            if self._listing:  # it is asked for often: a failure is told once, until it works again
+            if self._listing:  # this is called often: a failure is logged once, until it works again
                 log.warning("the nodes cannot be listed: %s", harmless(str(error)))
             self._listing = False
             return None
         self._listing = True
         return found
-
-
-def _batches(ids: Sequence[str], size: int) -> Iterator[Sequence[str]]:
-    return (ids[start : start + size] for start in range(0, len(ids), size))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def digest(parameters: Mapping[str, Tensor]) -> str:
-    """Return the hash of names, shapes, types and bytes. Norm layers are a client's own: they are left out by it."""
+    """Return the hash of names, shapes, types and bytes. It is taken of shared parameters only, without norm layers."""
     hasher = hashlib.blake2b(digest_size=16)
     for name in sorted(parameters):
         tensor = parameters[name].detach().cpu().contiguous()
@@ -17,7 +17,7 @@ def digest(parameters: Mapping[str, Tensor]) -> str:
 
 
 class ModuleStore:
-    """Shared parameters of fixed modules. The server adds to it; an engine brings what is in it to its clients."""
+    """Shared parameters of fixed modules. The server adds them; engines bring them to their clients."""
 
     def __init__(self) -> None:
         self._modules: dict[str, Mapping[str, Tensor]] = {}

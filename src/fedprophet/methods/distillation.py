@@ -1,28 +1,70 @@
 """Knowledge distillation: each client trains the largest model of a family that it can hold (FedDF, FedET).
 
 The server averages the models of one architecture, and what the clients know is joined through their predictions on a
-public set, which is taken from the held-out test set. The clients' norm layers travel with their models: without them
-their predictions would not be theirs.
+public set, which is taken from the held-out test set. The clients' norm layers travel with their models: predictions
+depend on them.
 """
 
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from fedprophet.cascade.cost import ChainCost
-from fedprophet.messages.task import BACKBONE, SERVER, ClientTask, ClientUpdate, Resources
-from fedprophet.methods.base import Architecture, World, drop, named
+from fedprophet.errors import ConfigError
+from fedprophet.messages.answers import Distilled, Predicted, Trained
+from fedprophet.messages.tasks import Distill, Predict, Train
+from fedprophet.messages.values import BACKBONE, SERVER, Resources
+from fedprophet.methods.base import Shown
 from fedprophet.methods.baseline import Baseline, BaselineState
-from fedprophet.server.aggregate import Parameters
-from fedprophet.server.coordinator import Record
+from fedprophet.methods.world import Architecture, World, named
+from fedprophet.server.aggregate import all_finite
+from fedprophet.server.coordinator import Conversation, Record, ask
+from fedprophet.server.rejections import reject
+from fedprophet.server.rules.registry import Parameters
+from fedprophet.settings.section import Section, section
+from fedprophet.settings.values import Names, Samples, share_of
 
-Asking = Generator[Sequence[ClientTask], Sequence[ClientUpdate], Mapping[str, Parameters]]
+
+@section("distillation")
+class DistillationSettings(Section):
+    """Knowledge distillation on a public set (feddf and fedet)."""
+
+    family: Names = Field(
+        default_factory=list,
+        description="Models that clients may train, smallest first; the last is model.name; []: the family of "
+        "model.name.",
+    )
+    public: Samples = Field(
+        default="50%",
+        description="Samples of the test set that become the public set; they are left out of the global accuracy.",
+    )
+    iterations: int = Field(default=128, ge=1, description="SGD iterations of distillation in a round.")
+    diversity: float = Field(
+        default=0.05, ge=0, description="fedet: weight of the KL term to the models that disagree."
+    )
+
+    def public_samples(self, test: int) -> int:
+        """Return how many of the `test` samples become the public set: at least one, and at least one stays."""
+        samples = share_of(self.public, test)
+        if samples >= test:
+            text = f"larger than what is held out: the test set has {test} samples, and one at least must stay in it"
+            raise ConfigError(f"distillation.public: {samples} samples are {text}. Set it to at most {test - 1}")
+        if samples < 1:
+            text = f"{self.public} of {test} test samples is less than one sample. Set it to a number of samples"
+            raise ConfigError(f"distillation.public: {text}")
+        return samples
 
 
-@dataclass(frozen=True)
+def _architectures(record: Record) -> str:
+    return ", ".join(f"{count} {name}" for name, count in Counter(record["architectures"].values()).items())
+
+
+@dataclass(frozen=True, kw_only=True)
 class DistillationState(BaselineState):
     """`model` is the server's model with the norm layers it was distilled with; `models` are those of the family."""
 
@@ -33,6 +75,7 @@ class Distillation(Baseline[DistillationState]):
     """What both methods share: who trains what, and how models meet on the public set."""
 
     state = DistillationState
+    shown = Shown("models", _architectures)
     norm_layers = "those that the server's model was distilled with"
     client_norm_layers = norm_layers
 
@@ -43,7 +86,7 @@ class Distillation(Baseline[DistillationState]):
     def initial(self) -> DistillationState:
         """Return every architecture as it starts, norm layers included."""
         models = {name: _tensors(architecture) for name, architecture in self.family.items()}
-        return DistillationState(models[BACKBONE], models[BACKBONE], models=models)
+        return DistillationState(model=models[BACKBONE], best_model=models[BACKBONE], models=models)
 
     def architecture(self, resources: Resources) -> str:
         """Return the largest architecture that fits a client's memory, or else the smallest there is."""
@@ -51,97 +94,97 @@ class Distillation(Baseline[DistillationState]):
         fitting = [name for name, memory in costs.items() if memory <= resources.memory]
         return max(fitting or [min(costs, key=costs.__getitem__)], key=costs.__getitem__)
 
-    def assign(self, state: DistillationState, available: Mapping[int, Resources], record: Record) -> list[ClientTask]:
-        """Give each client its architecture, with the parameters that all clients of it share."""
+    def assign(self, state: DistillationState, available: Mapping[int, Resources], record: Record) -> list[Train]:
+        """Give each client its architecture, with that architecture's shared parameters."""
         chosen = {client: self.architecture(resources) for client, resources in available.items()}
-        own = {BACKBONE: self.world.config.model.name}
-        record["architectures"] = {str(client): own.get(name, name) for client, name in chosen.items()}
+        record["architectures"] = {str(client): self._model_name(name) for client, name in chosen.items()}
         tasks = []
         for client, name in chosen.items():
             chain = self.family[name].chain
             shared = named(state.models[name], chain.shared())
-            task = replace(self.train_task(state, client), architecture=name, last=len(chain))
-            tasks.append(replace(task, parameters=shared, wants_local=True))
+            task = self.train_task(state, client)
+            tasks.append(replace(task, architecture=name, last=len(chain), parameters=shared, wants_local=True))
         return tasks
 
-    def cost(self, task: ClientTask) -> ChainCost:
+    def cost(self, task: Train) -> ChainCost:
         """Return the cost of the client's architecture."""
         return self.family[task.architecture].cost
 
     def average(
-        self, state: DistillationState, tasks: Sequence[ClientTask], found: Sequence[ClientUpdate]
+        self, state: DistillationState, tasks: Sequence[Train], usable: Sequence[Trained]
     ) -> dict[str, Parameters]:
         """Average the clients' models, norm layers included, architecture by architecture."""
         names = {task.client: task.architecture for task in tasks}
         return {
-            name: self.world.joined(model, [(u.weight, self._whole(u, name)) for u in found if names[u.client] == name])
+            name: self.world.aggregator.join(
+                model, [(u.weight, self._whole(u, name)) for u in usable if names[u.client] == name]
+            )
             for name, model in state.models.items()
         }
 
-    def layers(self, task: ClientTask) -> Parameters:
-        """Return the layers of its own that a client sends with its model."""
+    def expected_layers(self, task: Train) -> Parameters:
+        """Return the client's own layers that come with its model."""
         chain = self.family[task.architecture].chain
         return named(chain.tensors, chain.local())
 
-    def _whole(self, update: ClientUpdate, architecture: str) -> Parameters:
+    def _whole(self, update: Trained, architecture: str) -> Parameters:
         """Return a client's model, its own layers included."""
         return {**update.parameters, **named(update.local, self.family[architecture].chain.local())}
 
     def predictions(
-        self, state: DistillationState, tasks: Sequence[ClientTask], found: Sequence[ClientUpdate], record: Record
-    ) -> Generator[Sequence[ClientTask], Sequence[ClientUpdate], Tensor]:
+        self, state: DistillationState, tasks: Sequence[Train], usable: Sequence[Trained], record: Record
+    ) -> Conversation[Tensor]:
         """Return the scores of every client's model on the public set: models × samples × classes.
 
-        A model whose scores are not finite says nothing.
+        A model whose scores are not finite is left out.
         """
         names = {task.client: task.architecture for task in tasks}
         asked = [
-            replace(
-                self._server_task(state, names[update.client], number),
-                kind="predict",
+            Predict(
+                **self.model_fields(state, SERVER),
+                number=number,
+                architecture=names[update.client],
+                last=len(self.family[names[update.client]].chain),
                 parameters=self._whole(update, names[update.client]),
             )
-            for number, update in enumerate(found)
+            for number, update in enumerate(usable)
         ]
-        answers = yield asked
-        scores = {found[answer.number].client: answer.parameters["logits"] for answer in answers}
-        finite = {client: logits for client, logits in scores.items() if bool(torch.isfinite(logits).all())}
+        answers = yield from ask(asked, Predicted)
+        scores = {usable[answer.number].client: answer.logits for answer in answers}
+        finite = {client: logits for client, logits in scores.items() if all_finite([logits])}
         if len(finite) < len(scores):
             lost = scores.keys() - finite.keys()
-            drop(record, dict.fromkeys(sorted(lost), "what its model says of the public set is not finite"))
+            reject(record, dict.fromkeys(sorted(lost), "the scores of its model on the public set are not finite"))
         return torch.stack(list(finite.values())) if finite else torch.empty(0)
 
     def distil(
         self, state: DistillationState, students: Mapping[str, Parameters], targets: Parameters, record: Record
-    ) -> Asking:
+    ) -> Conversation[Mapping[str, Parameters]]:
         """Train models on the public set and return them; one that diverges, or does not come back, stays as it was."""
-        training = replace(self.world.local_training(state.round), iterations=self.world.config.distillation.iterations)
+        settings = self.world.config.of(DistillationSettings)
+        training = replace(self.world.local_training(state.round), iterations=settings.iterations)
         asked = [
-            replace(
-                self._server_task(state, name, number),
-                kind="distill",
+            Distill(
+                **self.model_fields(state, SERVER),
+                number=number,
+                architecture=name,
+                last=len(self.family[name].chain),
                 training=training,
                 parameters=student,
                 targets=targets,
             )
             for number, (name, student) in enumerate(students.items())
         ]
-        answers = yield asked
+        answers = yield from ask(asked, Distilled)
         came = {list(students)[answer.number]: answer for answer in answers}
-        sound = {name: a for name, a in came.items() if _finite(a.metrics.get("loss", math.nan), a.parameters)}
-        own = {BACKBONE: self.world.config.model.name}
-        losses = {name: sound[name].metrics["loss"] if name in sound else None for name in students}
-        record["distillation"] = {own.get(name, name): loss for name, loss in losses.items()}
+        sound = {name: a for name, a in came.items() if math.isfinite(a.loss) and all_finite(a.parameters.values())}
+        losses = {self._model_name(name): sound[name].loss if name in sound else None for name in students}
+        record["distillation"] = losses
         return {**students, **{name: answer.parameters for name, answer in sound.items()}}
 
-    def _server_task(self, state: DistillationState, name: str, number: int) -> ClientTask:
-        last = len(self.family[name].chain)
-        return replace(self.task(state, SERVER), architecture=name, last=last, number=number)
+    def _model_name(self, architecture: str) -> str:
+        return self.world.config.model.name if architecture == BACKBONE else architecture
 
 
 def _tensors(architecture: Architecture) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in architecture.chain.tensors.items()}
-
-
-def _finite(loss: float, tensors: Parameters) -> bool:
-    return all(bool(torch.isfinite(value).all()) for value in (torch.tensor(loss), *tensors.values()))

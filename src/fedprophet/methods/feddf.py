@@ -12,13 +12,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fedprophet.messages.task import BACKBONE, ClientTask, ClientUpdate
-from fedprophet.methods.base import usable
-from fedprophet.methods.baseline import Joining
+from fedprophet.messages.answers import Trained
+from fedprophet.messages.tasks import Train
+from fedprophet.messages.values import BACKBONE
 from fedprophet.methods.distillation import Distillation, DistillationState
-from fedprophet.server.aggregate import Parameters
-from fedprophet.server.coordinator import Record
-from fedprophet.server.robust import RULES, mean
+from fedprophet.methods.registry import method
+from fedprophet.server.coordinator import Conversation, Record
+from fedprophet.server.rules.registry import Parameters
 
 
 def mean_prediction(logits: Tensor) -> dict[str, Tensor]:
@@ -27,18 +27,25 @@ def mean_prediction(logits: Tensor) -> dict[str, Tensor]:
     return {"probabilities": probabilities, "weights": torch.ones(len(probabilities))}
 
 
+@method(
+    "feddf",
+    "models as large as memory allows; each distils the mean scores of all",
+    paper="FedDF-AT",
+    row=2,
+    distills=True,
+)
 class FedDF(Distillation):
     """Every architecture distils the mean scores of all client models; the largest one is the result."""
 
     def join(
-        self, state: DistillationState, tasks: Sequence[ClientTask], updates: Sequence[ClientUpdate], record: Record
-    ) -> Joining[DistillationState]:
+        self, state: DistillationState, tasks: Sequence[Train], updates: Sequence[Trained], record: Record
+    ) -> Conversation[DistillationState | None]:
         """Average by architecture, then distil into each."""
-        found = usable(self.world, tasks, updates, record, self.layers)
-        if not found:
+        usable = self.world.aggregator.usable(tasks, updates, record, self.expected_layers)
+        if not usable:
             return None
-        logits = yield from self.predictions(state, tasks, found, record)
-        models: Mapping[str, Parameters] = self.average(state, tasks, found)
+        logits = yield from self.predictions(state, tasks, usable, record)
+        models: Mapping[str, Parameters] = self.average(state, tasks, usable)
         if len(logits):
             models = yield from self.distil(state, models, mean_prediction(self.agreed(logits)), record)
         return replace(state, model=models[BACKBONE], models=models)
@@ -48,7 +55,8 @@ class FedDF(Distillation):
 
         A rule other than the mean leaves one set of scores. "clip" measures a model's scores from zero.
         """
-        if RULES[self.world.config.aggregate.rule] is mean:
+        if self.world.aggregator.is_mean:
             return logits
         nothing = {"scores": torch.zeros_like(logits[0])}
-        return self.world.joined(nothing, [(1.0, {"scores": scores}) for scores in logits])["scores"].unsqueeze(0)
+        joined = self.world.aggregator.join(nothing, [(1.0, {"scores": scores}) for scores in logits])
+        return joined["scores"].unsqueeze(0)

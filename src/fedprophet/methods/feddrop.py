@@ -8,13 +8,15 @@ from functools import partial
 from fedprophet.cascade.channels import Rule, random_channels
 from fedprophet.methods.baseline import BaselineState
 from fedprophet.methods.partial import PartialTraining
+from fedprophet.methods.registry import method
 from fedprophet.randomness import generator
 
 
+@method("feddrop", "sub-networks as wide as memory allows, made of random channels", paper="FedDrop-AT", row=5)
 class FedDrop(PartialTraining):
     """Partial training of random channels."""
 
     def rule(self, state: BaselineState, client: int) -> Rule:
-        """Return a draw of this client's in this round: group after group from one stream."""
+        """Return the client's own draw of this round: group after group from one stream."""
         draw = generator(self.world.config.seed, "channels", state.round, client)
         return partial(random_channels, generator=draw)

@@ -1,10 +1,10 @@
 """FedET (Cho et al., 2022), trained adversarially: heterogeneous ensemble transfer to a large server model.
 
 Client k says p_k(x) about a public sample x, with the confidence v_k(x) = Var(p_k(x)) over the classes. The consensus
-is the label y(x) = argmax Σ_k v_k p_k / Σ_k v_k. The models D(x) that say otherwise are not lost: d(x) is the same
-weighted mean over them alone. The server's model f, of the largest architecture, minimises
+is the label y(x) = argmax Σ_k v_k p_k / Σ_k v_k. The models D(x) that disagree count too: d(x) is the same weighted
+mean over them alone. The server's model f, of the largest architecture, minimises
 
-    CE(f(x), y(x)) + λ · KL(d(x) ‖ softmax(f(x)))    (the second term where somebody disagrees)
+    CE(f(x), y(x)) + λ · KL(d(x) ‖ softmax(f(x)))    (the second term where models disagree)
 
 Its last layer starts each round as the average of the clients' last layers, and is given back to every architecture.
 """
@@ -17,12 +17,14 @@ from torch import Tensor, nn
 
 from fedprophet.cascade.atoms import Chain
 from fedprophet.errors import ConfigError
-from fedprophet.messages.task import BACKBONE, ClientTask, ClientUpdate
-from fedprophet.methods.base import World, named, usable
-from fedprophet.methods.baseline import Joining
-from fedprophet.methods.distillation import Distillation, DistillationState
-from fedprophet.server.aggregate import Parameters
-from fedprophet.server.coordinator import Record
+from fedprophet.messages.answers import Trained
+from fedprophet.messages.tasks import Train
+from fedprophet.messages.values import BACKBONE
+from fedprophet.methods.distillation import Distillation, DistillationSettings, DistillationState
+from fedprophet.methods.registry import method
+from fedprophet.methods.world import World, named
+from fedprophet.server.coordinator import Conversation, Record
+from fedprophet.server.rules.registry import Parameters
 
 
 def consensus(logits: Tensor, diversity: float) -> dict[str, Tensor]:
@@ -57,10 +59,17 @@ def last_layer(chain: Chain) -> dict[str, str]:
 
 
 def _shapes(chain: Chain, layer: Mapping[str, str]) -> str:
-    """Return the shapes of a layer's tensors, for comparing and for people."""
+    """Return the shapes of a layer's tensors, to compare and to print."""
     return ", ".join(f"{part} {'×'.join(map(str, chain.tensors[name].shape))}" for part, name in layer.items())
 
 
+@method(
+    "fedet",
+    "models as large as memory allows; a server model distils their consensus",
+    paper="FedET-AT",
+    row=3,
+    distills=True,
+)
 class FedET(Distillation):
     """A server model that learns from the clients' consensus, and hands its last layer to all of them."""
 
@@ -77,32 +86,32 @@ class FedET(Distillation):
             )
 
     def join(
-        self, state: DistillationState, tasks: Sequence[ClientTask], updates: Sequence[ClientUpdate], record: Record
-    ) -> Joining[DistillationState]:
+        self, state: DistillationState, tasks: Sequence[Train], updates: Sequence[Trained], record: Record
+    ) -> Conversation[DistillationState | None]:
         """Average by architecture, let the server's model learn the consensus, and hand out its last layer."""
-        found = usable(self.world, tasks, updates, record, self.layers)
-        if not found:
+        usable = self.world.aggregator.usable(tasks, updates, record, self.expected_layers)
+        if not usable:
             return None
-        logits = yield from self.predictions(state, tasks, found, record)
+        logits = yield from self.predictions(state, tasks, usable, record)
         if not len(logits):  # without predictions there is nothing to learn
-            return replace(state, models=self.average(state, tasks, found))
-        targets = consensus(logits, self.world.config.distillation.diversity)
-        student = {**state.model, **self._average_last_layer(state, tasks, found)}
+            return replace(state, models=self.average(state, tasks, usable))
+        targets = consensus(logits, self.world.config.of(DistillationSettings).diversity)
+        student = {**state.model, **self._average_last_layer(state, tasks, usable)}
         model = (yield from self.distil(state, {BACKBONE: student}, targets, record))[BACKBONE]
         models = {
             name: {**averaged, **{own: model[self._last[BACKBONE][part]] for part, own in self._last[name].items()}}
-            for name, averaged in self.average(state, tasks, found).items()
+            for name, averaged in self.average(state, tasks, usable).items()
         }
         return replace(state, model=model, models=models)
 
     def _average_last_layer(
-        self, state: DistillationState, tasks: Sequence[ClientTask], found: Sequence[ClientUpdate]
+        self, state: DistillationState, tasks: Sequence[Train], usable: Sequence[Trained]
     ) -> Parameters:
         """Return the mean of the clients' last layers, whatever their architecture, under the server model's names."""
         names = {task.client: self._last[task.architecture] for task in tasks}
         server = self._last[BACKBONE]
         layers = [
             (update.weight, {server[part]: update.parameters[own] for part, own in names[update.client].items()})
-            for update in found
+            for update in usable
         ]
-        return named(self.world.joined(named(state.model, server.values()), layers), server.values())
+        return named(self.world.aggregator.join(named(state.model, server.values()), layers), server.values())

@@ -1,25 +1,81 @@
 """FedProphet (Algorithm 2): a cascade of modules, each trained robustly by the fleet, then fixed."""
 
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pydantic import Field
+from torch import Tensor
+
+from fedprophet.cascade.heads import build_head
+from fedprophet.config.config import Config
+from fedprophet.config.sections import too_many_clients
 from fedprophet.errors import TrainingError
-from fedprophet.messages.task import ClientTask, ClientUpdate, FrozenModule, TaskKind, Timeline
-from fedprophet.methods.base import CLIENT_NORM_LAYERS, NORM_LAYERS, World, drop, fold, judged, named, spare
-from fedprophet.server.aggregate import Parameters, mean_metric
+from fedprophet.fleet.clock import training_times
+from fedprophet.messages.answers import Measured, Trained
+from fedprophet.messages.tasks import Evaluate, Measure, Train
+from fedprophet.messages.values import FrozenModule
+from fedprophet.methods.base import Method, MethodState, ModelFields
+from fedprophet.methods.registry import method
+from fedprophet.methods.world import World, named
+from fedprophet.randomness import global_rng
+from fedprophet.server.aggregate import weighted_mean
 from fedprophet.server.assignment import assign
 from fedprophet.server.convergence import Best, better, score
-from fedprophet.server.coordinator import Conversation, Record
+from fedprophet.server.coordinator import Conversation, Record, ask
 from fedprophet.server.perturbation import AdjustmentRule, Perturbation, accuracy_ratio
-from fedprophet.server.rejections import weight_fault
+from fedprophet.server.rejections import reject, weight_fault
+from fedprophet.server.rules.registry import Parameters
+from fedprophet.settings.describe import misfit
+from fedprophet.settings.section import Section, section
+from fedprophet.settings.toml import shown
+from fedprophet.settings.values import Clients
 from fedprophet.threat import ThreatModel, feature_threat, with_steps
 
 MEASURE_TRIES = 3
-"""So many rounds in a row in which nobody measures a module's features stop a run."""
+"""A run stops after this many rounds in a row in which nobody measured a module's features."""
 
-Ask = Generator[Sequence[ClientTask], Sequence[ClientUpdate], Any]
+
+@section("perturbation")
+class PerturbationSettings(Section):
+    """Adaptive Perturbation Adjustment (Eq. 11 and 12)."""
+
+    enabled: bool = Field(default=True, description="Adjust alpha; false keeps it at its start.")
+    start: float = Field(default=0.3, ge=0, description="alpha at the start of every stage.")
+    change: float = Field(default=0.1, ge=0, description="How much alpha changes at a time (Delta alpha).")
+    threshold: float = Field(
+        default=0.05, ge=0, lt=1, description="Relative change of the accuracy ratio that counts (gamma)."
+    )
+    every: int = Field(default=1, ge=1, description="Rounds from one adjustment to the next (50 in the paper's runs).")
+    window: int = Field(
+        default=1, ge=1, description="Evaluations that the ratio is averaged over (5 in the paper's runs)."
+    )
+    floor: float = Field(default=0.0, ge=0, description="Lowest alpha (the start value in the paper's runs).")
+
+    def conflicts(self, config: Config) -> Iterator[str]:
+        if self.floor > self.start:
+            yield misfit("perturbation.floor", self.floor, f"at most perturbation.start = {shown(self.start)}")
+
+
+@section("assignment")
+class AssignmentSettings(Section):
+    """Differentiated Module Assignment (Eq. 14 and 15)."""
+
+    enabled: bool = Field(
+        default=True, description="Give clients with memory left later modules too; false: module m alone."
+    )
+
+
+@section("measure")
+class MeasureSettings(Section):
+    """Measuring max ‖Δz‖ at the end of a stage (Eq. 11)."""
+
+    steps: int = Field(default=10, ge=1, description="PGD steps of the attack that maximises ‖Δz‖.")
+    clients: Clients = Field(default="all", description="Clients that measure.")
+
+    def conflicts(self, config: Config) -> Iterator[str]:
+        yield from too_many_clients("measure.clients", self.clients, config)
 
 
 @dataclass(frozen=True)
@@ -37,22 +93,16 @@ class Fixed:
     digest: str
 
 
-@dataclass(frozen=True)
-class CascadeState:
-    """Where a run is. `stage` is the module m in training, from 0; it is the number of modules when all are fixed."""
+@dataclass(frozen=True, kw_only=True)
+class CascadeState(MethodState):
+    """`stage` is the module m in training, from 0; it is the number of modules when all are fixed."""
 
-    model: Parameters
     heads: Parameters
-    best_model: Parameters
     best_heads: Parameters
-    round: int = 0
-    failures: int = 0
     stage: int = 0
     stage_round: int = 0
     perturbation: Perturbation | None = None
-    best: Best | None = None
     fixed: tuple[Fixed, ...] = ()
-    discarded: tuple[tuple[int, int], ...] = ()
 
     @property
     def reference(self) -> float:
@@ -61,16 +111,21 @@ class CascadeState:
         return accuracy_ratio(*known[-1]) if known else 1.0
 
 
-class FedProphet:
-    """Train module after module; between rounds nothing is kept here, all of it is in the state."""
+@method(
+    "fedprophet",
+    "robust cascade of modules, each within the memory budget (the paper's method)",
+    paper="FedProphet",
+    row=8,
+    cascade=True,
+)
+class FedProphet(Method[CascadeState]):
+    """Train module after module, each under the attack that the fixed modules before it let through."""
 
     state = CascadeState
-    client_norm_layers = CLIENT_NORM_LAYERS
 
     def __init__(self, world: World) -> None:
-        self.world = world
-        self.norm_layers = world.norm_layers(NORM_LAYERS)
-        settings = world.config.perturbation
+        super().__init__(world)
+        settings = world.config.of(PerturbationSettings)
         # The rule counts evaluations, the setting rounds.
         every = math.ceil(settings.every / world.config.evaluate.every)
         self.rule = AdjustmentRule(
@@ -79,20 +134,12 @@ class FedProphet:
 
     def initial(self) -> CascadeState:
         """Return the state before the first round."""
-        model, heads = self.world.initial_model(), self.world.initial_heads()
-        return CascadeState(model, heads, model, heads)
+        model, heads = self.world.initial_model(), initial_heads(self.world)
+        return CascadeState(model=model, best_model=model, heads=heads, best_heads=heads)
 
     def finished(self, state: CascadeState) -> bool:
         """Whether every module is fixed."""
         return state.stage == len(self.world.modules)
-
-    def exported(self, state: CascadeState, local: Parameters) -> Parameters:
-        """Return the whole model, with averaged norm layers."""
-        return {**local, **state.model}
-
-    def timeline(self, state: CascadeState) -> Timeline:
-        """Return which versions of the clients' own layers count."""
-        return self.world.timeline(state.round, state.best, state.discarded)
 
     def results(self, state: CascadeState) -> Mapping[str, Any]:
         """Return what each fixed module reached, for the closing table."""
@@ -100,7 +147,7 @@ class FedProphet:
 
     # One round: report, assign, train, average, evaluate, and at the end of a stage measure.
 
-    def round(self, state: CascadeState) -> Conversation[CascadeState]:
+    def round(self, state: CascadeState) -> Conversation[tuple[CascadeState, Record]]:
         """Play one communication round of Algorithm 2."""
         state = replace(state, round=state.round + 1, stage_round=state.stage_round + 1)
         record: Record = {
@@ -112,36 +159,35 @@ class FedProphet:
             "alpha": state.perturbation.alpha if state.perturbation else None,
         }
         state = yield from self._train(state, record)
-        if self.world.evaluation_due(state.stage_round, state.failures):
+        if self.evaluation_due(state.stage_round, state.failures):
             state = yield from self._evaluate(state, record)
         since_best = state.round - state.best.round if state.best else None
         if self.world.stage_rule.ends(state.stage_round, since_best):
             state = yield from self._fix_module(state, record)
         return state, record
 
-    def _train(self, state: CascadeState, record: Record) -> Ask:
-        """Ask the cohort what it can spare, assign modules, train them, and average what came back."""
+    def _train(self, state: CascadeState, record: Record) -> Conversation[CascadeState]:
+        """Ask the cohort what it has available, assign modules, train them, and average what came back."""
         world = self.world
-        reports = yield [self._task("report", state, client) for client in world.cohort(state.round)]
-        available = spare(reports, record)
+        available = yield from self.ask_resources(state, record)
         assigned = dict.fromkeys(available, state.stage)
-        if world.config.assignment.enabled:
+        if world.config.of(AssignmentSettings).enabled:
             assigned = assign(world.cost, world.modules, state.stage, available)
         tasks = [self._train_task(state, client, last) for client, last in assigned.items()]
         record["assigned"] = {str(client): last + 1 for client, last in assigned.items()}
-        updates = yield tasks
-        record["times"] = world.times(tasks, updates, available)
-        average = fold(world, {**state.model, **state.heads}, tasks, updates, record)
+        updates = yield from ask(tasks, Trained)
+        record["times"] = training_times(tasks, updates, available, lambda task: world.cost)
+        average = world.aggregator.aggregate({**state.model, **state.heads}, tasks, updates, record)
         if average is None:
             return replace(state, failures=state.failures + 1)
         return replace(state, failures=0, model=named(average, state.model), heads=named(average, state.heads))
 
-    def _evaluate(self, state: CascadeState, record: Record) -> Ask:
+    def _evaluate(self, state: CascadeState, record: Record) -> Conversation[CascadeState]:
         """Let clients evaluate w*_1 ∘ … ∘ w_m; keep the best round, adjust the perturbation.
 
-        A round that nobody has evaluated has no accuracy: it cannot become the best, and moves nothing.
+        A round that nobody evaluated has no accuracy: it cannot become the best, and does not move the perturbation.
         """
-        accuracy = yield from self._accuracy(state, record)
+        accuracy = yield from self.ask_accuracy(state, record)
         if accuracy is None or not self.world.stage_rule.counts(state.stage_round):
             return state
         alpha = state.perturbation.alpha if state.perturbation else 1.0
@@ -156,18 +202,11 @@ class FedProphet:
             state = replace(state, perturbation=adjusted)
         return state
 
-    def _accuracy(self, state: CascadeState, record: Record) -> Ask:
-        settings = self.world.config.evaluate
-        clients = self.world.sample(settings.clients, state.round, "evaluate")
-        threat = self.world.image_threat(settings.steps)
-        tasks = [self.evaluation_task(state, client, threat) for client in clients]
-        return judged(tasks, (yield tasks), record)
-
-    def _fix_module(self, state: CascadeState, record: Record) -> Ask:
+    def _fix_module(self, state: CascadeState, record: Record) -> Conversation[CascadeState]:
         """Restore the stage's best round, fix its module, and measure how far an attack moves its output (Eq. 11).
 
         Where nobody evaluated the stage, its last round is kept. Where nobody measures, there is no radius to train
-        the next module with: the stage goes on for another round, at whose end the module is fixed anew.
+        the next module with: the stage goes on for another round, and the module is fixed again at its end.
         """
         stage, best = state.stage, state.best
         alpha = state.perturbation.alpha if state.perturbation else 1.0
@@ -184,7 +223,8 @@ class FedProphet:
             if measured is None:
                 return self._postponed(state, record)
             magnitude = {"magnitude": measured}
-            perturbation = Perturbation(measured, restored.reference, self.world.config.perturbation.start)
+            start = self.world.config.of(PerturbationSettings).start
+            perturbation = Perturbation(measured, restored.reference, start)
         record["fixed"] = {"module": stage + 1, **vars(fixed), **magnitude}
         return replace(restored, stage=stage + 1, stage_round=0, perturbation=perturbation, best=None)
 
@@ -198,40 +238,40 @@ class FedProphet:
         return replace(state, model=state.best_model, heads=state.best_heads, discarded=discarded)
 
     def _postponed(self, state: CascadeState, record: Record) -> CascadeState:
-        """Let the stage go on, unless nobody has measured for rounds: then the clients are out of reach."""
+        """Let the stage go on, unless nobody has measured for several rounds: then clients cannot be reached."""
         rule, module = self.world.stage_rule, state.stage + 1
         since_best = state.round - state.best.round if state.best else 0
         overdue = 1 + max(state.stage_round - rule.rounds, since_best - rule.patience)
         if overdue >= MEASURE_TRIES:
             raise TrainingError(
                 f"nobody has measured how far an attack moves the features of module {module}, in {overdue} rounds in "
-                "a row. See that clients are connected and that flower.deadline leaves them the time; then resume"
+                "a row. Check that clients are connected and that flower.deadline gives them enough time; then resume"
             )
         record["postponed"] = {"module": module, "reason": "nobody measured", "tries": overdue}
         return state
 
-    def _magnitude(self, state: CascadeState, record: Record) -> Ask:
+    def _magnitude(self, state: CascadeState, record: Record) -> Conversation[float | None]:
         """E[max ‖Δz_m‖] over the clients' training samples, under the attack that module m was trained with.
 
-        It is that of the clients that answered; None where none of them did.
+        It is over the clients that answered; None where none of them did.
         """
-        settings, module = self.world.config.measure, self.world.modules[state.stage]
+        settings, module = self.world.config.of(MeasureSettings), self.world.modules[state.stage]
         threat = with_steps(self._threat(state), settings.steps)
-        clients = self.world.sample(settings.clients, state.round, "measure")
+        clients = self.world.clients.sample(settings.clients, state.round, "measure")
         parameters = named(state.model, self.world.chain.shared(module.first, module.last))
         tasks = [
-            replace(self._task("measure", state, client), last=module.last, threat=threat, parameters=parameters)
+            Measure(**self._model_fields(state, client), last=module.last, threat=threat, parameters=parameters)
             for client in clients
         ]
-        answers = yield tasks
+        answers = yield from ask(tasks, Measured)
         # A client of weight 0 has nothing to measure on.
         reasons = {answer.client: _measure_fault(answer) for answer in answers if answer.weight != 0}
         lost = {client: reason for client, reason in reasons.items() if reason is not None}
         if lost:
-            drop(record, lost)
+            reject(record, lost)
         sound = [answer for answer in answers if answer.client in reasons and answer.client not in lost]
         if sound:
-            return mean_metric(sound, "magnitude")
+            return weighted_mean([(answer.weight, answer.magnitude) for answer in sound])
         if len(answers) < len(tasks):
             return None
         raise TrainingError(
@@ -249,22 +289,14 @@ class FedProphet:
         bounds = self.world.chain.atoms[self.world.modules[state.stage].first - 1].bounds
         return feature_threat(state.perturbation.radius, attack.feature_steps, bounds)
 
-    def _task(self, kind: TaskKind, state: CascadeState, client: int) -> ClientTask:
-        """Return a task that begins at module m, behind the modules that are fixed."""
-        modules = self.world.modules
-        return ClientTask(
-            kind,
-            state.round,
-            client,
-            self.world.config.seed,
-            first=modules[state.stage].first,
-            frozen=self._frozen(state),
-            batch=self.world.evaluation_batch(modules[state.stage].last),
-            timeline=self.timeline(state),
-        )
+    def _model_fields(self, state: CascadeState, client: int) -> ModelFields:
+        """Return what a task is made with that begins at module m, behind the modules that are fixed."""
+        module = self.world.modules[state.stage]
+        batch = self.world.evaluation_batch(module.last)
+        return {**self.task_fields(state, client), "first": module.first, "frozen": self._frozen(state), "batch": batch}
 
     def _frozen(self, state: CascadeState) -> tuple[FrozenModule, ...]:
-        """Return the fixed modules before module m; after a resume they are put at hand again."""
+        """Return the fixed modules before module m; after a resume they are added to the store again."""
         frozen = []
         for module, fixed in zip(self.world.modules[: state.stage], state.fixed, strict=False):
             if fixed.digest not in self.world.frozen:
@@ -272,27 +304,27 @@ class FedProphet:
             frozen.append(FrozenModule(module.first, module.last, fixed.digest))
         return tuple(frozen)
 
-    def _train_task(self, state: CascadeState, client: int, last: int) -> ClientTask:
+    def _train_task(self, state: CascadeState, client: int, last: int) -> Train:
         """Return the joint training of modules m … M_k under the last one's exit (Eq. 13)."""
         world, end = self.world, self.world.modules[last].last
         adversarial = world.stage_rule.adversarial(state.stage_round)
-        task = self._task("train", state, client)
-        return replace(
-            task,
+        fields = self._model_fields(state, client)
+        return Train(
+            **fields,
             last=end,
             head=self._exit(last),
-            parameters=self._parameters(state, task.first, end, self._exit(last)),
+            parameters=self._parameters(state, fields["first"], end, self._exit(last)),
             threat=self._threat(state) if adversarial else None,
             training=world.local_training(state.stage_round),
         )
 
-    def evaluation_task(self, state: CascadeState, client: int, threat: ThreatModel | None) -> ClientTask:
+    def evaluation_task(self, state: CascadeState, client: int, threat: ThreatModel | None) -> Evaluate:
         """Return the evaluation of the cascade so far: up to module m, through its exit, attacked at the image."""
         stage = min(state.stage, len(self.world.modules) - 1)
         end, head = self.world.modules[stage].last, self._exit(stage)
-        task = self._task("evaluate", replace(state, stage=stage), client)
-        parameters = self._parameters(state, task.first, end, head)
-        return replace(task, last=end, head=head, threat=threat, parameters=parameters)
+        fields = self._model_fields(replace(state, stage=stage), client)
+        parameters = self._parameters(state, fields["first"], end, head)
+        return Evaluate(**fields, last=end, head=head, threat=threat, parameters=parameters)
 
     def _exit(self, last: int) -> int | None:
         return None if last == len(self.world.modules) - 1 else last
@@ -303,9 +335,19 @@ class FedProphet:
         return {**own, **named(state.heads, exit_names)}
 
 
-def _measure_fault(answer: ClientUpdate) -> str | None:
+def _measure_fault(answer: Measured) -> str | None:
     """Return why a measured perturbation cannot be counted, or None where it can."""
-    magnitude = answer.metrics.get("magnitude", math.nan)
+    magnitude = answer.magnitude
     return weight_fault(answer.weight) or (
         None if 0 <= magnitude < math.inf else f"its measured perturbation is {magnitude}"
     )
+
+
+def initial_heads(world: World) -> Parameters:
+    """Return fresh auxiliary heads for all modules but the last."""
+    heads: dict[str, Tensor] = {}
+    for module in world.modules[:-1]:
+        with global_rng(world.config.seed, "heads", module.index):
+            head = build_head(world.cost.atoms[module.last - 1].output[1:], world.cost.classes)
+        heads |= {f"heads.{module.index}.{name}": p.detach() for name, p in head.named_parameters()}
+    return heads

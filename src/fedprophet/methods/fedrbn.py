@@ -10,21 +10,37 @@ round's attacked clients A, weighted by how similar their clean statistics (μ, 
 Clean images are judged with the clean statistics and attacked ones with the adversarial statistics.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 
 from fedprophet.client.statistics import ADVERSARIAL, statistics_names
 from fedprophet.errors import ModelError
-from fedprophet.messages.task import SERVER, ClientTask, ClientUpdate, Resources
-from fedprophet.methods.base import CLIENT_NORM_LAYERS, NORM_LAYERS, World, named, usable
-from fedprophet.methods.baseline import Baseline, BaselineState, Joining
-from fedprophet.server.aggregate import Parameters, partial_average
-from fedprophet.server.coordinator import Record
-from fedprophet.server.robust import Update
+from fedprophet.fleet.clock import add_adoption
+from fedprophet.messages.answers import Adopted, Trained
+from fedprophet.messages.tasks import Adopt, Evaluate, Train
+from fedprophet.messages.values import SERVER, Resources
+from fedprophet.methods.base import Shown
+from fedprophet.methods.baseline import Baseline, BaselineState
+from fedprophet.methods.registry import method
+from fedprophet.methods.world import World, named
+from fedprophet.server.coordinator import Conversation, Record, ask
+from fedprophet.server.rules.mean import partial_average
+from fedprophet.server.rules.registry import Join, Parameters
+from fedprophet.settings.section import Section, section
 from fedprophet.threat import ThreatModel
+
+
+@section("propagation")
+class PropagationSettings(Section):
+    """Propagation of adversarial norm statistics (fedrbn)."""
+
+    temperature: float = Field(
+        default=0.01, gt=0, description="Temperature of the softmax over the clients' similarities."
+    )
 
 
 def similarity(one: Parameters, other: Parameters) -> float:
@@ -37,7 +53,7 @@ def propagate(
     clean: Parameters,
     sources: Sequence[tuple[Parameters, Parameters]],
     temperature: float,
-    join: Callable[[Parameters, Sequence[Update]], Parameters] = partial_average,
+    join: Join = partial_average,
 ) -> Parameters:
     """Return adversarial statistics for a client with these clean ones; a source has clean and adversarial ones."""
     similarities = torch.tensor([similarity(clean, theirs) for theirs, _ in sources], dtype=torch.float64)
@@ -45,13 +61,20 @@ def propagate(
     return join(clean, [(w, adversarial) for w, (_, adversarial) in zip(weights, sources, strict=True)])
 
 
+@method(
+    "fedrbn",
+    "whole model; only clients with enough memory attack, norm statistics spread robustness",
+    paper="FedRBN",
+    row=7,
+)
 class FedRBN(Baseline[BaselineState]):
     """Joint training where only clients with enough memory attack, and norm statistics carry robustness over."""
 
     state = BaselineState
-    norm_layers = f"{NORM_LAYERS} (statistics: the adversarial ones)"
+    shown = Shown("under attack", lambda record: f"{len(record['attacked'])}/{len(record['times'])} clients")
+    norm_layers = "{averaged} (statistics: the adversarial ones)"
     client_norm_layers = (
-        f"{CLIENT_NORM_LAYERS} (statistics: the clean ones for clean images, the adversarial ones for attacked images)"
+        "each client's own (statistics: the clean ones for clean images, the adversarial ones for attacked images)"
     )
 
     def __init__(self, world: World) -> None:
@@ -63,8 +86,8 @@ class FedRBN(Baseline[BaselineState]):
                 f"{type(world.chain.model).__name__} has none: use a model that has some, or another method"
             )
 
-    def assign(self, state: BaselineState, available: Mapping[int, Resources], record: Record) -> list[ClientTask]:
-        """Let everyone train the whole model, and attack it where it fits their memory."""
+    def assign(self, state: BaselineState, available: Mapping[int, Resources], record: Record) -> list[Train]:
+        """Let all clients train the whole model, and attack it where it fits their memory."""
         tasks = []
         for client, resources in available.items():
             task = replace(self.train_task(state, client), wants_local=True)
@@ -74,48 +97,47 @@ class FedRBN(Baseline[BaselineState]):
         return tasks
 
     def join(
-        self, state: BaselineState, tasks: Sequence[ClientTask], updates: Sequence[ClientUpdate], record: Record
-    ) -> Joining[BaselineState]:
+        self, state: BaselineState, tasks: Sequence[Train], updates: Sequence[Trained], record: Record
+    ) -> Conversation[BaselineState | None]:
         """Average the models, then send adversarial statistics to the clients that trained without attack."""
-        found = usable(self.world, tasks, updates, record, self._layers)
-        if not found:
+        usable = self.world.aggregator.usable(tasks, updates, record, self._expected_layers)
+        if not usable:
             return None
-        propagation = self._propagation(state, tasks, found)
-        self.world.add_communication(record["times"], propagation, (yield propagation))
-        model = self.world.joined(state.model, [(update.weight, update.parameters) for update in found])
+        propagation = self._propagation(state, tasks, usable)
+        add_adoption(record["times"], propagation, (yield from ask(propagation, Adopted)))
+        model = self.world.aggregator.join(state.model, [(update.weight, update.parameters) for update in usable])
         return replace(state, model=model)
 
-    def _layers(self, task: ClientTask) -> Parameters:
+    def _expected_layers(self, task: Train) -> Parameters:
         """Return the statistics that a client has to send: a second set where it attacks."""
         first = named(self.world.chain.tensors, self._statistics)
         second = {ADVERSARIAL + name: value for name, value in first.items()} if task.adversarial_statistics else {}
         return {**first, **second}
 
-    def _propagation(
-        self, state: BaselineState, tasks: Sequence[ClientTask], found: Sequence[ClientUpdate]
-    ) -> list[ClientTask]:
+    def _propagation(self, state: BaselineState, tasks: Sequence[Train], usable: Sequence[Trained]) -> list[Adopt]:
         attacked = {task.client for task in tasks if task.adversarial_statistics}
         names = self._statistics
         # What a client has just trained may lie on a GPU, and what it had stored before does not.
-        local = {update.client: {name: value.cpu() for name, value in update.local.items()} for update in found}
+        local = {update.client: {name: value.cpu() for name, value in update.local.items()} for update in usable}
         sources = [
             (named(layers, names), {name: layers[ADVERSARIAL + name] for name in names})
             for client, layers in local.items()
             if client in attacked
         ]
         receivers = [client for client in local if sources and client not in attacked]
-        temperature = self.world.config.propagation.temperature
-        given = {c: propagate(named(local[c], names), sources, temperature, self.world.joined) for c in receivers}
+        temperature = self.world.config.of(PropagationSettings).temperature
+        given = {
+            c: propagate(named(local[c], names), sources, temperature, self.world.aggregator.join) for c in receivers
+        }
         return [
-            replace(
-                self.task(state, client),
-                kind="adopt",
+            Adopt(
+                **self.task_fields(state, client),
                 parameters={ADVERSARIAL + name: value for name, value in statistics.items()},
             )
             for client, statistics in given.items()
         ]
 
-    def evaluation_task(self, state: BaselineState, client: int, threat: ThreatModel | None) -> ClientTask:
+    def evaluation_task(self, state: BaselineState, client: int, threat: ThreatModel | None) -> Evaluate:
         """Return an evaluation that judges attacked images with a client's adversarial statistics."""
         task = super().evaluation_task(state, client, threat)
         # The server holds one exported model, whose statistics are the adversarial ones already.

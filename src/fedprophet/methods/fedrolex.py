@@ -8,8 +8,15 @@ from functools import partial
 from fedprophet.cascade.channels import Rule, rolling_channels
 from fedprophet.methods.baseline import BaselineState
 from fedprophet.methods.partial import PartialTraining
+from fedprophet.methods.registry import method
 
 
+@method(
+    "fedrolex",
+    "sub-networks as wide as memory allows, made of a window that rolls over the channels",
+    paper="FedRolex-AT",
+    row=6,
+)
 class FedRolex(PartialTraining):
     """Partial training of a rolling window of channels."""
 

@@ -5,9 +5,11 @@ client's memory, the simulated clock adds what swapping takes.
 """
 
 from fedprophet.methods.baseline import Baseline, BaselineState
+from fedprophet.methods.registry import method
 
 
+@method("jfat", "joint adversarial training of the whole model, however much memory that takes", paper="jFAT", row=1)
 class JointTraining(Baseline[BaselineState]):
-    """Average whole models that were trained adversarially: what baselines do unless they say otherwise."""
+    """Average whole models that were trained adversarially: a baseline's defaults."""
 
     state = BaselineState

@@ -1,8 +1,8 @@
 """Partial training: each client trains a sub-network as wide as its memory allows (HeteroFL, FedDrop, FedRolex).
 
-A client that can spare m bytes trains the width fraction r = min(m / R_max, 1) of the output channels of every layer
-but the last, R_max being what the whole model takes. The three methods differ in which channels those are, and in
-nothing else. Each coordinate is averaged over the clients that trained it; what nobody trained stays.
+A client with m bytes available trains the width fraction r = min(m / R_max, 1) of the output channels of every layer
+but the last, R_max being what the whole model takes. The three methods differ only in which channels those are. Each
+coordinate is averaged over the clients that trained it; what nobody trained stays.
 """
 
 import math
@@ -15,23 +15,32 @@ from torch import Tensor
 
 from fedprophet.cascade.channels import Channels, Kept, Rule, channels_of, first_channels, kept_channels
 from fedprophet.cascade.cost import ChainCost, cost_of
-from fedprophet.cascade.narrow import merge_local, narrow_chain, scatter_average, slice_state
+from fedprophet.cascade.narrow import merge_local, narrow_chain, slice_state
 from fedprophet.errors import ModelError
-from fedprophet.messages.task import ClientTask, ClientUpdate, Resources
-from fedprophet.methods.base import World, usable
-from fedprophet.methods.baseline import Baseline, BaselineState, Joining
-from fedprophet.server.aggregate import Parameters
-from fedprophet.server.coordinator import Record
-from fedprophet.server.robust import RULES, mean
+from fedprophet.messages.answers import Trained
+from fedprophet.messages.tasks import Train
+from fedprophet.messages.values import Resources
+from fedprophet.methods.base import Shown
+from fedprophet.methods.baseline import Baseline, BaselineState
+from fedprophet.methods.world import World
+from fedprophet.server.coordinator import Conversation, Record
+from fedprophet.server.rules.mean import scatter_average
+from fedprophet.server.rules.registry import Parameters
 
 COSTS_KEPT = 1024
 """Costs of sub-networks that are remembered: clients' widths come back."""
+
+
+def _widths(record: Record) -> str:
+    shown = sorted({f"{width:.2f}" for width in record["widths"].values()})
+    return "–".join(dict.fromkeys((*shown[:1], *shown[-1:])))
 
 
 class PartialTraining(Baseline[BaselineState]):
     """Real sub-networks: sent, trained and counted at their own width."""
 
     state = BaselineState
+    shown = Shown("width", _widths)
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
@@ -47,7 +56,7 @@ class PartialTraining(Baseline[BaselineState]):
         """Return r, the fraction of the channels that a client can train."""
         return min(resources.memory / self.world.cost.total_memory, 1.0)
 
-    def assign(self, state: BaselineState, available: Mapping[int, Resources], record: Record) -> list[ClientTask]:
+    def assign(self, state: BaselineState, available: Mapping[int, Resources], record: Record) -> list[Train]:
         """Cut a sub-network for each client."""
         widths = {client: self.width(resources) for client, resources in available.items()}
         record["widths"] = {str(client): r for client, r in widths.items()}
@@ -55,12 +64,27 @@ class PartialTraining(Baseline[BaselineState]):
         for client, r in widths.items():
             kept = kept_channels(self.channels, r, self.rule(state, client))
             parameters = slice_state(self.channels, kept, state.model)
-            tasks.append(replace(self.train_task(state, client), kept=kept, parameters=parameters))
+            tasks.append(replace(self.train_task(state, client), kept_channels=kept, parameters=parameters))
         return tasks
 
-    def cost(self, task: ClientTask) -> ChainCost:
+    def cost(self, task: Train) -> ChainCost:
         """Return the cost of a network that really has the kept channels alone."""
-        return self._cost_of_widths(tuple(len(channels) for channels in task.kept.values()))
+        return self._cost_of_widths(tuple(len(channels) for channels in task.kept_channels.values()))
+
+    def join(
+        self, state: BaselineState, tasks: Sequence[Train], updates: Sequence[Trained], record: Record
+    ) -> Conversation[BaselineState | None]:
+        """Join each coordinate over the clients whose sub-network has it."""
+        yield from ()
+        kept: dict[int, Kept] = {task.client: task.kept_channels for task in tasks}
+        usable = self.world.aggregator.usable(tasks, updates, record)
+        if not usable:
+            return None
+        parts = [(update.weight, kept[update.client], update.parameters) for update in usable]
+        if self.world.aggregator.is_mean:
+            return replace(state, model=scatter_average(self.channels, state.model, parts))
+        spread = [(weight, _Spread(self.channels, kept, state.model, part)) for weight, kept, part in parts]
+        return replace(state, model=self.world.aggregator.join(state.model, spread))
 
     def _find_channels(self) -> Channels:
         try:
@@ -73,24 +97,6 @@ class PartialTraining(Baseline[BaselineState]):
         kept: dict[str, Tensor] = {g: first_channels(groups[g], n) for g, n in zip(groups, widths, strict=True)}
         chain = narrow_chain(self.world.chain, self.channels, kept)
         return cost_of(chain, whole.input[1:], whole.batch, whole.classes, whole.copies)
-
-    def join(
-        self, state: BaselineState, tasks: Sequence[ClientTask], updates: Sequence[ClientUpdate], record: Record
-    ) -> Joining[BaselineState]:
-        """Average each coordinate over the clients whose sub-network has it."""
-        yield from ()
-        kept: dict[int, Kept] = {task.client: task.kept for task in tasks}
-        found = usable(self.world, tasks, updates, record)
-        if not found:
-            return None
-        parts = [(update.weight, kept[update.client], update.parameters) for update in found]
-        return replace(state, model=self._scattered(state.model, parts))
-
-    def _scattered(self, model: Parameters, parts: Sequence[tuple[float, Kept, Parameters]]) -> Parameters:
-        """Join sub-networks coordinate by coordinate, by the configured rule."""
-        if RULES[self.world.config.aggregate.rule] is mean:
-            return scatter_average(self.channels, model, parts)  # the same without a full tensor for each client
-        return self.world.joined(model, [(w, _Spread(self.channels, kept, model, part)) for w, kept, part in parts])
 
 
 class _Spread(Mapping[str, Tensor]):

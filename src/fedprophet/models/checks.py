@@ -1,4 +1,6 @@
-"""Checks that every builder of the registry needs, with errors that say what to change."""
+"""What every builder needs: checks with errors that say what to change, and starting weights."""
+
+from torch import nn
 
 from fedprophet.errors import ModelError
 
@@ -12,7 +14,7 @@ def is_small(input_shape: tuple[int, int, int]) -> bool:
 
 
 def check_least_side(model: str, input_shape: tuple[int, int, int], least: int, why: str) -> None:
-    """Raise ModelError where a side of the image is shorter than the model can take."""
+    """Raise ModelError if a side of the image is shorter than the model can take."""
     if min(input_shape[1:]) < least:
         raise ModelError(
             f"{model} needs images of at least {least}×{least} pixels ({why}), not {input_shape[1]}×{input_shape[2]}. "
@@ -21,14 +23,23 @@ def check_least_side(model: str, input_shape: tuple[int, int, int], least: int, 
 
 
 def check_positive(model: str, **options: int) -> None:
-    """Raise ModelError where an option is not a positive whole number."""
+    """Raise ModelError if an option is not a positive whole number."""
     for name, value in options.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ModelError(f"option {name} of {model} must be a positive whole number, not {value!r}")
 
 
 def check_fraction(model: str, **options: float) -> None:
-    """Raise ModelError where an option is not a number from 0 up to but without 1."""
+    """Raise ModelError if an option is not a number of at least 0 and below 1."""
     for name, value in options.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
-            raise ModelError(f"option {name} of {model} must be a number from 0 up to but without 1, not {value!r}")
+            raise ModelError(f"option {name} of {model} must be a number of at least 0 and below 1, not {value!r}")
+
+
+def initialize(model: nn.Module) -> None:
+    """Draw convolutions by fan-out, as He et al. do, from torch's global generator; other layers keep their start."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)

@@ -2,8 +2,8 @@
 
 from torch import Tensor, nn
 
-from fedprophet.models.checks import check_least_side, check_positive
-from fedprophet.models.initialize import initialize
+from fedprophet.models.checks import check_least_side, check_positive, initialize
+from fedprophet.models.registry import model
 
 
 class CNN(nn.Module):
@@ -20,10 +20,11 @@ class CNN(nn.Module):
         return scores
 
 
-def build_cnn3(input_shape: tuple[int, int, int], classes: int, *, width: int = 64) -> nn.Module:
+@model("cnn3", "2 convolutions and a linear layer, for small images (a baseline's smallest model)")
+def build_cnn3(name: str, input_shape: tuple[int, int, int], classes: int, *, width: int = 64) -> nn.Module:
     """Build two 3×3 convolutions, the second with stride 2, and one linear layer."""
-    check_least_side("cnn3", input_shape, 3, "two positions are left to pool")
-    check_positive("cnn3", width=width)
+    check_least_side(name, input_shape, 3, "two positions are left to pool")
+    check_positive(name, width=width)
     features = nn.Sequential(
         *_convolution(input_shape[0], width, kernel=3, stride=1),
         *_convolution(width, 2 * width, kernel=3, stride=2),
@@ -32,10 +33,11 @@ def build_cnn3(input_shape: tuple[int, int, int], classes: int, *, width: int = 
     return CNN(features, nn.Sequential(nn.Linear(8 * width, classes)))
 
 
-def build_cnn4(input_shape: tuple[int, int, int], classes: int, *, width: int = 64) -> nn.Module:
+@model("cnn4", "2 convolutions and 2 linear layers, for large images (a baseline's smallest model)")
+def build_cnn4(name: str, input_shape: tuple[int, int, int], classes: int, *, width: int = 64) -> nn.Module:
     """Build two 7×7 convolutions with stride 2 and two linear layers."""
-    check_least_side("cnn4", input_shape, 49, "seven positions are left to pool")
-    check_positive("cnn4", width=width)
+    check_least_side(name, input_shape, 49, "seven positions are left to pool")
+    check_positive(name, width=width)
     features = nn.Sequential(
         *_convolution(input_shape[0], width, kernel=7, stride=2),
         nn.MaxPool2d(2),

@@ -2,14 +2,15 @@
 
 from torch import Tensor, nn
 
-from fedprophet.models.checks import check_least_side, check_positive, is_small
-from fedprophet.models.initialize import initialize
+from fedprophet.models.checks import check_least_side, check_positive, initialize, is_small
+from fedprophet.models.registry import FAMILIES, model
 
 BLOCKS: dict[str, tuple[int, int, int, int]] = {
     "resnet10": (1, 1, 1, 1),
     "resnet18": (2, 2, 2, 2),
     "resnet34": (3, 4, 6, 3),
 }
+FAMILIES.append(("cnn4", *BLOCKS))
 
 
 class BasicBlock(nn.Module):
@@ -60,6 +61,9 @@ class ResNet(nn.Module):
         return scores
 
 
+@model("resnet34", "ResNet34, images from 8×8; 16 basic blocks")
+@model("resnet18", "ResNet18, images from 8×8; 8 basic blocks")
+@model("resnet10", "ResNet of 4 basic blocks, images from 8×8")
 def build_resnet(name: str, input_shape: tuple[int, int, int], classes: int, *, width: int = 64) -> nn.Module:
     """Build resnet10, 18 or 34, its stem `width` wide; images up to 64 pixels get a 3×3 stem without a pool."""
     check_least_side(name, input_shape, 8, "it halves them three times")

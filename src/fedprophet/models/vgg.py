@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from fedprophet.models.checks import check_fraction, check_least_side, check_positive, is_small
-from fedprophet.models.initialize import initialize
+from fedprophet.models.checks import check_fraction, check_least_side, check_positive, initialize, is_small
+from fedprophet.models.registry import FAMILIES, model
 
 POOL = 0
 """Stands for a 2×2 max-pool in a list of widths."""
@@ -25,6 +25,8 @@ SMALL_WIDTHS: dict[str, tuple[float, ...]] = {
 }
 """In multiples of the first convolution's width, rounded down."""
 
+FAMILIES.extend([("cnn3", *WIDTHS), tuple(SMALL_WIDTHS)])
+
 
 class VGG(nn.Module):
     """Convolutions with batch norm and ReLU, pools between them, an average pool and a classifier."""
@@ -42,6 +44,9 @@ class VGG(nn.Module):
         return scores
 
 
+@model("vgg16", "VGG16 with batch norm, images from 32×32; 13 convolutions")
+@model("vgg13", "VGG13 with batch norm, images from 32×32; 10 convolutions")
+@model("vgg11", "VGG11 with batch norm, images from 32×32; 8 convolutions")
 def build_vgg(
     name: str, input_shape: tuple[int, int, int], classes: int, *, dropout: float = 0.5, width: int = 64
 ) -> nn.Module:
@@ -67,6 +72,9 @@ def build_vgg(
     return VGG(convolutions(input_shape[0], widths), nn.AdaptiveAvgPool2d(pooled), classifier)
 
 
+@model("vgg-small", "small VGG, images from 4×4, made for 8×8 digits; 7 convolutions")
+@model("vgg-small-5", "the first 5 convolutions of vgg-small (a baseline's middle model)")
+@model("vgg-small-3", "3 convolutions, images from 4×4 (a baseline's smallest model)")
 def build_vgg_small(name: str, input_shape: tuple[int, int, int], classes: int, *, width: int = 16) -> nn.Module:
     """Build a VGG for images from 4×4 pixels: three, five or seven convolutions, two pools and one linear layer."""
     check_least_side(name, input_shape, 4, "it halves them twice")

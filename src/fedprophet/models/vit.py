@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fedprophet.errors import ModelError
 from fedprophet.models.checks import check_fraction, check_positive, is_small
+from fedprophet.models.registry import model
 
 EPSILON = 1e-6
 
@@ -115,7 +116,9 @@ class VisionTransformer(nn.Module):
         return scores
 
 
+@model("vit", "vision transformer: ViT-B/16 for large images, 6 blocks of width 192 for small ones")
 def build_vit(
+    name: str,
     input_shape: tuple[int, int, int],
     classes: int,
     *,

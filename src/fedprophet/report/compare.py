@@ -1,4 +1,4 @@
-"""Runs side by side: which belong into one row, which rows into one table, and how much faster than jFAT each is."""
+"""Runs side by side: which runs share a row, which rows share a table, and how much faster than jFAT each row is."""
 
 import statistics
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -6,50 +6,53 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fedprophet.config.config import MACHINE_KEYS, Config, FleetSection
-from fedprophet.report.runs import Kind, Measured, RunSummary, read_run
-from fedprophet.runs.engine_history import told
-from fedprophet.runs.session import CUSTOM
+from fedprophet.config.config import Config, machine_keys
+from fedprophet.fleet.settings import FleetSettings
+from fedprophet.report.runs import Kind, RunSummary, read_run
+from fedprophet.runs.engine_history import engines_text
 from fedprophet.settings.toml import shown
+from fedprophet.settings.values import CUSTOM
 
-PAPER_NAMES: Mapping[str, str] = {
-    "jfat": "jFAT",
-    "feddf": "FedDF-AT",
-    "fedet": "FedET-AT",
-    "heterofl": "HeteroFL-AT",
-    "feddrop": "FedDrop-AT",
-    "fedrolex": "FedRolex-AT",
-    "fedrbn": "FedRBN",
-    "fedprophet": "FedProphet",
-}
-"""The methods of the paper's main table, under its names and in its order."""
 REFERENCE = "jfat"
-"""The method that speed-ups are over."""
-
+"""Speed-ups are over this method."""
 NUMERICS = ("engine", "precision")
-"""Keys that decide how numbers are rounded, if anything. Runs that differ in them share a row; a note names them."""
-IRRELEVANT = MACHINE_KEYS.union(NUMERICS, {"seed", "data.root", "data.cache", "checkpoint.every", "checkpoint.keep"})
-"""Keys in which the runs of one row may differ: they decide where and how often, not what is trained."""
-SETTING_KEYS = ("data.name", "data.size", "data.test_per_class", "data.validation")
+"""Keys that at most change how numbers are rounded. Runs that differ in them share a row, and a note names them."""
+IRRELEVANT = frozenset({*NUMERICS, "seed", "data.root", "data.options.cache", "checkpoint.every", "checkpoint.keep"})
+"""Keys in which the runs of one row may differ: they do not change what is trained."""
+SETTING_KEYS = ("data.name", "data.validation")
 FLEET, REAL_DEVICES = "fleet.", "real devices"
-SETTING_SECTIONS = ("shards.", "population.", FLEET)
+SETTING_SECTIONS = ("data.options.", "shards.", "population.", FLEET)
 ATTACKS: Mapping[str, Callable[[Config], tuple[str, ...]]] = {
     "clean": lambda config: ("clean",),
     "pgd": lambda config: (f"pgd{config.evaluate.steps}",),
     "aa": lambda config: ("autoattack", "aa-fast"),
 }
-"""The accuracies of the main table, and the names they may have been measured under, the best first."""
+"""The accuracies of the main table, and the attacks that each may have been measured with, the preferred one first."""
 
 NOT_SET = "not set"
 Settings = Mapping[str, str]
-"""A configuration's keys, dotted, and their values as text."""
+"""The keys of a configuration, dotted, and their values as text."""
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 
 
+def paper_names() -> Mapping[str, str]:
+    """Return what the paper calls each method, in the order of its main table."""
+    return {
+        "jfat": "jFAT",
+        "feddf": "FedDF-AT",
+        "fedet": "FedET-AT",
+        "heterofl": "HeteroFL-AT",
+        "feddrop": "FedDrop-AT",
+        "fedrolex": "FedRolex-AT",
+        "fedrbn": "FedRBN",
+        "fedprophet": "FedProphet",
+    }
+
+
 @dataclass(frozen=True)
 class Statistic:
-    """The mean over runs that differ in their seed alone; the sample standard deviation where there are several."""
+    """The mean over runs that differ only in their seed, and the sample standard deviation if there are several."""
 
     mean: float
     deviation: float | None
@@ -57,10 +60,15 @@ class Statistic:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Statistic | None":
-        """Return the statistic of the values; None where there are none."""
+        """Return the statistic of some values; None if there are none."""
         if not values:
             return None
         return cls(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
+
+    def scaled(self, factor: float) -> "Statistic":
+        """Return the statistic in another unit."""
+        deviation = None if self.deviation is None else factor * self.deviation
+        return Statistic(factor * self.mean, deviation, self.count)
 
 
 @dataclass(frozen=True)
@@ -82,10 +90,10 @@ class Speedup:
 
 @dataclass(frozen=True)
 class Row:
-    """Runs that differ in their seed alone, and perhaps in the engine that carried them out.
+    """Runs that differ only in their seed, and perhaps in their engine.
 
-    `differs` are the keys that tell it from other rows of its method. Its label names those of them whose value is not
-    that of most of these rows (`unusual`).
+    `differs` holds the keys that distinguish it from other rows of its method. `unusual` holds those of them whose
+    value most of these rows do not share: the label names them.
     """
 
     runs: tuple[RunSummary, ...]
@@ -95,26 +103,24 @@ class Row:
 
     @property
     def method(self) -> str:
-        """The method's name in the registry."""
         return self.runs[0].config.method
 
     @property
     def finished(self) -> bool:
-        """Whether these are final numbers; a run that is not finished is a row of its own."""
+        """Whether its numbers are final; a run that has not finished is a row of its own."""
         return self.runs[0].finished
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        """The seeds of its runs."""
         return tuple(run.config.seed for run in self.runs)
 
     @property
     def label(self) -> str:
-        """What the row is called: the paper's name, and what tells it from its neighbours."""
+        """The paper's name for the method, and what distinguishes the row."""
         marks = [f"{key}={value}" for key, value in self.unusual.items()]
         if not self.finished:
             marks += [f"seed {self.seeds[0]}", f"{self.runs[0].rounds} rounds so far"]
-        name = PAPER_NAMES.get(self.method, self.method)
+        name = paper_names().get(self.method, self.method)
         return f"{name} ({', '.join(marks)})" if marks else name
 
     def over(self, value: Callable[[RunSummary], float | None]) -> Statistic | None:
@@ -122,9 +128,9 @@ class Row:
         return Statistic.of([found for found in map(value, self.runs) if found is not None])
 
     def accuracy(self, kind: Kind, column: str) -> Accuracy | None:
-        """Return an accuracy of the main table. Where one seed has AutoAttack, its faster stand-in is not mixed in."""
+        """Return an accuracy of the main table. If any seed has AutoAttack, no aa-fast is mixed in."""
         for attack in ATTACKS[column](self.runs[0].config):
-            cells = [cell for run in self.runs if (cell := _cell(run, kind, attack)) is not None]
+            cells = [cell for run in self.runs if (cell := run.accuracies.get(kind, {}).get(attack)) is not None]
             value = Statistic.of([cell.accuracy for cell in cells])
             if value is not None:
                 return Accuracy(value, attack, tuple(cell.samples for cell in cells))
@@ -144,30 +150,25 @@ class Row:
 
     @property
     def faults(self) -> int:
-        """How often, over all its runs, an answer of a client was missing or could not be used."""
+        """How many answers of clients were missing or unusable, over all its runs."""
         return sum(run.faults for run in self.runs)
-
-
-def _cell(run: RunSummary, kind: Kind, attack: str) -> Measured | None:
-    return run.accuracies.get(kind, {}).get(attack)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Rows that may be compared: the same data, dealt out alike to the same fleet."""
+    """Rows that may be compared: the same data, sharded in the same way over the same fleet."""
 
     title: str
     rows: tuple[Row, ...]
 
     @property
     def runs(self) -> tuple[RunSummary, ...]:
-        """All runs of the setting."""
         return tuple(run for row in self.rows for run in row.runs)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A table for each setting, and what was not as it should be about the runs given."""
+    """The settings, and notes on runs that were left out."""
 
     settings: tuple[Setting, ...]
     notes: tuple[str, ...] = ()
@@ -180,11 +181,11 @@ def compare(paths: Sequence[Path]) -> Comparison:
     groups = _grouped(runs, lambda run: tuple(sorted(_setting(run).items())))
     titles = [_title(group[0]) for group in groups]
     settings = []
-    for number, group in enumerate(groups):
-        namesakes = [other for other, title in zip(groups, titles, strict=True) if title == titles[number]]
-        marks = _distinguished(_setting(group[0]), [_setting(other[0]) for other in namesakes])
-        title = ", ".join([titles[number], *(f"{key}={value}" for key, value in marks.items())])
-        settings.append(Setting(title, tuple(_rows(group))))
+    for group, title in zip(groups, titles, strict=True):
+        namesakes = [_setting(other[0]) for other, name in zip(groups, titles, strict=True) if name == title]
+        marks = _distinguished(_setting(group[0]), namesakes)
+        full = ", ".join([title, *(f"{key}={value}" for key, value in marks.items())])
+        settings.append(Setting(full, tuple(_rows(group))))
     return Comparison(tuple(settings), (*notes, *more))
 
 
@@ -202,58 +203,54 @@ def _each_once(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
 
 
 def _one_for_each_seed(runs: Sequence[RunSummary]) -> tuple[list[RunSummary], list[str]]:
-    """Leave out repetitions: a run with the settings and the seed of another says nothing of its own."""
+    """Leave out repetitions: a second run with the same settings and seed adds nothing."""
     kept, notes = [], []
     for same in _grouped(runs, lambda run: (run.config.method, run.config.seed, *_recipe(run))):
         best = max(same, key=lambda run: (run.finished, run.rounds, run.wire is not None))
         kept.append(best)
-        others = (run for run in same if run is not best)
-        notes += [
-            f"{other.path} has the settings and the seed of {best.path}{_elsewhere(other, best)}: it is left out"
-            for other in others
-        ]
+        for other in same:
+            if other is not best:
+                ours, theirs = numerics(other), numerics(best)
+                engines = "" if ours == theirs else f" ({ours} instead of {theirs})"
+                notes.append(f"{other.path} repeats the settings and the seed of {best.path}{engines}: it is left out")
     return kept, notes
 
 
 def numerics(run: RunSummary) -> str:
-    """Return what carried a run out: `engine plain`, or `engine cuda, bfloat16` where the precision plays a part."""
+    """Return which engine a run used: `engine plain`, or `engine cuda, bfloat16` where precision matters."""
     config = run.config
     if run.deployed:
         return f"engine {run.engine}"
     if run.engines:
-        return f"engine {told(run.engines)}"
+        return f"engine {engines_text(run.engines)}"
     precision = {"cuda": f", {config.precision}", "auto": f", {config.precision} on a GPU"}.get(config.engine, "")
     return f"engine {run.engine}{precision}"
 
 
-def _elsewhere(run: RunSummary, best: RunSummary) -> str:
-    ours, theirs = numerics(run), numerics(best)
-    return "" if ours == theirs else f" ({ours}, there {theirs})"
-
-
 def _recipe(run: RunSummary) -> tuple[tuple[str, str], ...]:
-    """Return all that decides what is trained, but for the seed."""
+    """Return everything that determines what is trained, except the seed."""
     return tuple(sorted({**relevant_settings(run), **_setting(run)}.items()))
 
 
 def _grouped(items: Iterable[T], key: Callable[[T], K]) -> list[list[T]]:
-    """Return the items that have the same key together, in the order of their first."""
+    """Return the items with the same key together, in the order of their first."""
     groups: dict[K, list[T]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
     return list(groups.values())
 
 
-# What tells runs apart -----------------------------------------------------------------------------------------------
+# What distinguishes runs ---------------------------------------------------------------------------------------------
 
 
 def relevant_settings(run: RunSummary) -> dict[str, str]:
-    """Return every key that may change what is trained; the method and the seed are named on their own."""
-    return {key: value for key, value in _known(run).items() if key not in IRRELEVANT and key != "method"}
+    """Return every key that may change what is trained, except the method and the seed."""
+    left_out = machine_keys() | IRRELEVANT | {"method"}
+    return {key: value for key, value in _known(run).items() if key not in left_out}
 
 
 def _known(run: RunSummary) -> dict[str, str]:
-    """Return a run's keys. Real devices are what they are, whatever fleet the configuration names."""
+    """Return a run's keys. The fleet of the configuration does not apply to real devices."""
     flat = dict(_flat(run.config.model_dump()))
     return {key: value for key, value in flat.items() if not (run.deployed and key.startswith(FLEET))}
 
@@ -267,29 +264,31 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str
 
 
 def _setting(run: RunSummary) -> dict[str, str]:
-    """Return what makes runs comparable: the data, how it is dealt out, and the fleet."""
+    """Return what makes runs comparable: the data, its shards, and the fleet."""
     flat = _known(run)
     chosen = {key: value for key, value in flat.items() if key in SETTING_KEYS or key.startswith(SETTING_SECTIONS)}
+    chosen.pop("data.options.cache", None)
     chosen |= {"devices": REAL_DEVICES} if run.deployed else {}
-    # Of these two the name does not say which data it is.
+    # The names "folder" and "custom" do not say which data it is.
     contents = {"folder": {"data.root": flat["data.root"]}, CUSTOM: {"dataset": run.dataset or "unknown"}}
     return chosen | contents.get(run.config.data.name, {})
 
 
 def _distinguished(settings: Settings, namesakes: Sequence[Settings]) -> dict[str, str]:
-    """Return the keys, with their values here, in which some of the namesakes differ."""
+    """Return the keys in which some of the namesakes differ, with their values in `settings`."""
     keys = dict.fromkeys(key for other in namesakes for key in other)
     return {key: settings.get(key, NOT_SET) for key in keys if len({other.get(key) for other in namesakes}) > 1}
 
 
 def _title(run: RunSummary) -> str:
     config, population = run.config, run.config.population
-    size = f" ({config.data.size}×{config.data.size})" if config.data.size else ""
+    side = config.data.options.get("size")
+    size = f" ({side}×{side})" if side else ""
     devices = REAL_DEVICES if run.deployed else _fleet(config.fleet)
     return f"{config.data.name}{size}, {devices}, {population.cohort} of {population.clients} clients a round"
 
 
-def _fleet(fleet: FleetSection) -> str:
+def _fleet(fleet: FleetSettings) -> str:
     sampling = "balanced" if fleet.exponent == 0 else f"exponent {fleet.exponent:g}"
     if fleet.exponent < 0:
         sampling = f"unbalanced ({sampling})"
@@ -300,10 +299,10 @@ def _fleet(fleet: FleetSection) -> str:
 
 
 def _rows(runs: Sequence[RunSummary]) -> Iterator[Row]:
-    """Yield the rows of a setting in the paper's order, other methods behind."""
-    place = {method: number for number, method in enumerate(PAPER_NAMES)}
+    """Yield the rows of a setting in the paper's order, other methods last."""
+    place = {method: number for number, method in enumerate(paper_names())}
     ordered = sorted(runs, key=lambda run: place.get(run.config.method, len(place)))
-    # What is not finished has no final number to be averaged.
+    # A run that has not finished has no final number to average.
     groups = _grouped(ordered, lambda run: (run.config.method, _recipe(run), None if run.finished else run.path))
     rows = [Row(tuple(sorted(group, key=lambda run: run.config.seed))) for group in groups]
     named = [_named(row, [_keys(other) for other in rows if other.method == row.method]) for row in rows]
@@ -313,7 +312,7 @@ def _rows(runs: Sequence[RunSummary]) -> Iterator[Row]:
 
 
 def _named(row: Row, namesakes: Sequence[Settings]) -> Row:
-    """Return the row with what tells it from the rows of its method."""
+    """Return the row with what distinguishes it from the rows of its method."""
     differs = _distinguished(_keys(row), namesakes)
 
     def usual(key: str, value: str) -> bool:
@@ -327,7 +326,7 @@ def _keys(row: Row) -> dict[str, str]:
 
 
 def candidates(row: Row, references: Sequence[Row]) -> list[Row]:
-    """Return the jFAT rows with the row's model, the one that differs in the fewest other keys first."""
+    """Return the jFAT rows with the row's model; the one that differs in the fewest other keys comes first."""
     alike = [reference for reference in references if _model(reference) == _model(row)]
     return sorted(alike, key=lambda reference: len(_distinguished(_keys(row), [_keys(row), _keys(reference)])))
 

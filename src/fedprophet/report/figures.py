@@ -1,4 +1,4 @@
-"""The comparison as a picture: accuracies on the left, simulated time on the right, a line of bars for each row."""
+"""The comparison as a picture: accuracies on the left, simulated time on the right, one group of bars for each row."""
 
 import importlib.util
 import io
@@ -6,14 +6,15 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from fedprophet.display.numbers import factor
 from fedprophet.durations import Unit
 from fedprophet.errors import ConfigError
 from fedprophet.report.compare import ATTACKS, Comparison, Row, Setting, Statistic
 from fedprophet.report.notes import FAST_MARK
 from fedprophet.report.runs import Kind
-from fedprophet.report.tables import speedup_text, time_text, time_unit
+from fedprophet.report.tables import time_text, time_unit
 
-if TYPE_CHECKING:  # Matplotlib is an extra, and slow to import: only who draws needs it.
+if TYPE_CHECKING:  # Matplotlib is an extra and slow to import: it is loaded only to draw.
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
 
@@ -29,11 +30,11 @@ UNIT_NAMES: Mapping[str, str] = {"s": "seconds", "min": "minutes", "h": "hours",
 
 
 def check_plots() -> None:
-    """Raise ConfigError where nothing can be drawn."""
+    """Raise ConfigError if Matplotlib is missing."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(
             "the figure needs Matplotlib, which is not installed: pip install 'fedprophet[plots]'. "
-            "Or leave the figure out with --no-plot"
+            "Or leave the figure out: --no-plot"
         )
 
 
@@ -45,7 +46,7 @@ def comparison_png(comparison: Comparison) -> bytes:
 
 
 def comparison_figure(comparison: Comparison) -> "Figure":
-    """Return the picture as a figure of its own, which pyplot does not know."""
+    """Return the picture as a figure that pyplot does not know of."""
     check_plots()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -101,7 +102,7 @@ def _draw_accuracies(axes: "Axes", rows: Sequence[Row]) -> None:
 
 
 def _mark_fast(axes: "Axes", rows: Sequence[Row], bars: Sequence[tuple[float, Statistic]], column: str) -> None:
-    """Mark the bars of aa-fast, as in the tables: they are no AutoAttack."""
+    """Mark the bars of aa-fast, as in the tables: that is not the whole AutoAttack."""
     cells = [cell for row in rows if (cell := row.accuracy("personalised", column))]
     for (y, value), cell in zip(bars, cells, strict=True):
         if cell.attack == "aa-fast":
@@ -112,23 +113,18 @@ def _mark_fast(axes: "Axes", rows: Sequence[Row], bars: Sequence[tuple[float, St
 def _points(rows: Sequence[Row], heights: Sequence[float], kind: Kind, column: str) -> list[tuple[float, Statistic]]:
     """Return where each row that has the accuracy is drawn, and the accuracy in %."""
     found = ((y, row.accuracy(kind, column)) for y, row in zip(heights, rows, strict=True))
-    return [(y, _scaled(accuracy.value, 100.0)) for y, accuracy in found if accuracy]
-
-
-def _scaled(value: Statistic, factor: float) -> Statistic:
-    deviation = None if value.deviation is None else factor * value.deviation
-    return Statistic(factor * value.mean, deviation, value.count)
+    return [(y, accuracy.value.scaled(100.0)) for y, accuracy in found if accuracy]
 
 
 def _draw_spread(axes: "Axes", bars: Sequence[tuple[float, Statistic]]) -> None:
     """Draw the standard deviation over seeds."""
-    spread = [(y, value.mean, value.deviation) for y, value in bars if value.deviation is not None]
-    for y, mean, deviation in spread:
-        axes.errorbar(mean, y, xerr=deviation, fmt="none", ecolor=INK, elinewidth=1, capsize=2)
+    for y, value in bars:
+        if value.deviation is not None:
+            axes.errorbar(value.mean, y, xerr=value.deviation, fmt="none", ecolor=INK, elinewidth=1, capsize=2)
 
 
 def _draw_times(axes: "Axes", rows: Sequence[Row]) -> None:
-    """Stack computation and access, with the speed-up over jFAT behind each bar."""
+    """Stack computation and access, with the total and the speed-up over jFAT beside each bar."""
     unit = time_unit(rows)
     starts = [0.0] * len(rows)
     for part, colour in TIME_COLOURS.items():
@@ -141,7 +137,7 @@ def _draw_times(axes: "Axes", rows: Sequence[Row]) -> None:
     for number, (row, end) in enumerate(zip(rows, starts, strict=True)):
         place, text = (end + 0.02 * longest, number), _time_label(row, unit)
         axes.text(*place, text, va="center", fontsize=9, color=INK, bbox=behind)
-    axes.set_xlim(0, 1.4 * longest)  # room for the text behind the longest bar
+    axes.set_xlim(0, 1.45 * longest)  # room for the text beside the longest bar
     axes.set_xlabel(f"Simulated time in {UNIT_NAMES[unit.name]} (and speed-up over jFAT)", fontsize=9, color=INK)
 
 
@@ -149,8 +145,8 @@ def _time_label(row: Row, unit: Unit) -> str:
     total = row.time("total")
     if total is None:
         return "not simulated" if row.runs[0].deployed else "not known"
-    text = time_text(Statistic(total.mean, None, total.count), unit) + ("" if row.finished else " so far")
-    return f"{text}  ({speedup_text(row)})" if row.speedup else text
+    text = time_text(unit, Statistic(total.mean, None, total.count)) + ("" if row.finished else " so far")
+    return f"{text}  ({factor(row.speedup.factor)})" if row.speedup else text
 
 
 def _tidy(axes: "Axes") -> None:

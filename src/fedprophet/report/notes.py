@@ -1,8 +1,9 @@
-"""What a reader must know beside a table: where its numbers come from, and why some of them are missing."""
+"""What a reader must know beside the tables: where the numbers come from, and why some are missing."""
 
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from fedprophet.display.numbers import percent
 from fedprophet.report.compare import (
     ATTACKS,
     NOT_SET,
@@ -19,19 +20,18 @@ from fedprophet.storage.files import how_to_resume
 READING = (
     "Personalised: on each client's own held-out data, as in the paper. "
     "Global: the one exported model on the test set.",
-    "Memory is that of the cost model, not measured; MB is 10^6 bytes. Least: with so much a device could have done "
-    "the smallest task of every round (where tasks grow with what clients can spare, it may need less). Peak: the "
-    "largest task.",
-    "Time is simulated on the devices of the fleet: a round lasts as long as its slowest client. Network time (the "
-    "slowest link of each round) is not part of it.",
+    "Memory comes from the cost model, it is not measured; MB is 10^6 bytes. Least: enough for the smallest task of "
+    "every round (methods that fit tasks to the client may need less). Peak: the largest task.",
+    "Time is simulated on the devices of the fleet: a round takes as long as its slowest client. Network time (the "
+    "slowest link of each round) is not included.",
 )
 WIRE = (
-    "Wire: bytes of all messages of the rounds between server and clients, evaluations included, as the server counted "
-    "them. jFAT's: those of its training alone, the whole model sent to as many clients and back."
+    "Wire: bytes of all messages between server and clients, evaluations included, as counted by the server. "
+    "jFAT's: training only, the whole model sent to as many clients and back."
 )
 SEVERAL_SEEDS = "Rows with several seeds show mean ± sample standard deviation; a speed-up is the ratio of mean times."
 FAST_MARK = "†"
-FAST = f"{FAST_MARK} aa-fast: APGD-CE and APGD-T alone. Under the whole AutoAttack the accuracy can only be lower."
+FAST = f"{FAST_MARK} aa-fast: only APGD-CE and APGD-T. Under the whole AutoAttack the accuracy can only be lower."
 
 
 def reading(comparison: Comparison) -> list[str]:
@@ -43,11 +43,11 @@ def reading(comparison: Comparison) -> list[str]:
 
 def setting_notes(setting: Setting) -> list[str]:
     """Return the notes on a setting's tables."""
-    return [note for kind in _KINDS_OF_NOTES for note in kind(setting)]
+    return [note for notes in _NOTES for note in notes(setting)]
 
 
 def _sources(setting: Setting) -> Iterator[str]:
-    """Starting weights decide the accuracies, so that they are always named."""
+    """Starting weights are always named: the accuracies depend on them."""
     weights = ((row.runs[0].config.model.weights or "drawn at random", row.label) for row in setting.rows)
     yield f"Starting weights: {_each(weights)}."
     versions = sorted({run.version for run in setting.runs if run.version})
@@ -56,7 +56,6 @@ def _sources(setting: Setting) -> Iterator[str]:
 
 
 def _norm_layers(setting: Setting) -> Iterator[str]:
-    """Say what the accuracies were measured with, where a run says it."""
     finished = [(row.label, row.runs[0]) for row in setting.rows if row.finished]
     for kind in KINDS:
         if any(kind in run.norm_layers for _, run in finished):
@@ -64,7 +63,7 @@ def _norm_layers(setting: Setting) -> Iterator[str]:
             yield f"Norm layers, {kind}: {_each(used)}."
     if any(run.public_samples for _, run in finished):
         left_out = ((str(run.public_samples), label) for label, run in finished)
-        yield f"Test samples that became the public set and are left out of global: {_each(left_out)}."
+        yield f"Test samples in the public set, not used for global accuracies: {_each(left_out)}."
 
 
 def _samples(setting: Setting) -> Iterator[str]:
@@ -72,55 +71,54 @@ def _samples(setting: Setting) -> Iterator[str]:
     for kind in KINDS:
         for columns, name in ((("clean", "pgd"), "clean and PGD"), (("aa",), "AA")):
             cells = [row.accuracy(kind, column) for row in setting.rows for column in columns]
-            counts = sorted({count for cell in cells if cell for count in cell.samples})
+            counts = {count for cell in cells if cell for count in cell.samples}
             if counts:
-                texts.append(f"{kind} {name} {_range(counts)}")
+                several = f" to {max(counts)}" if len(counts) > 1 else ""
+                texts.append(f"{kind} {name} {min(counts)}{several}")
     if texts:
-        yield f"Samples behind an accuracy: {', '.join(texts)}."
-
-
-def _range(numbers: Sequence[int]) -> str:
-    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+        yield f"Samples per accuracy: {', '.join(texts)}."
 
 
 def _rows_differ(setting: Setting) -> Iterator[str]:
-    """Name the configuration keys in which rows differ and that no label, or not every one, tells.
+    """Name the configuration keys in which rows differ, unless every label says so.
 
-    Some have the names of what is measured as well: `rounds` are those asked for here, and played ones in the table.
+    `rounds` is the number asked for; the table shows the number played.
     """
     rows = [(row, relevant_settings(row.runs[0])) for row in setting.rows]
     for key in dict.fromkeys(key for _, keys in rows for key in keys):
-        told = {keys.get(key, NOT_SET) for row, keys in rows if key in row.differs}
-        untold = {keys.get(key, NOT_SET) for row, keys in rows if key not in row.differs}
-        if key != "model.weights" and (told or len(untold) > 1):
+        in_labels = any(key in row.differs for row, _ in rows)
+        others = {keys.get(key, NOT_SET) for row, keys in rows if key not in row.differs}
+        if key != "model.weights" and (in_labels or len(others) > 1):
             values = _each((keys.get(key, NOT_SET), row.label) for row, keys in rows)
             yield f"Rows differ in the configuration key {key}: {values}."
 
 
 def _engines_differ(setting: Setting) -> Iterator[str]:
-    """Runs on different engines share a row; on a GPU their numbers are rounded otherwise. One may have had several."""
+    """Runs on different engines share a row, though a GPU rounds differently. One run may have used several."""
     used = [(numerics(run), f"{row.label} seed {run.config.seed}") for row in setting.rows for run in row.runs]
     if len({how for how, _ in used}) > 1 or any(len(run.engines) > 1 for run in setting.runs):
-        yield f"Runs were carried out by different engines: {_each(used)}."
+        yield f"Runs used different engines: {_each(used)}."
 
 
 def _deployed(setting: Setting) -> Iterator[str]:
-    """A setting's runs are deployed all or none: real devices are a fleet of their own."""
+    """A setting's runs are all deployed or none is: real devices are a fleet of their own."""
     if any(run.deployed for run in setting.runs):
         yield (
-            f"Carried out by {DEPLOYED}: the pool of the configuration played no part, so that no time is simulated "
-            "and no speed-up known. Runs on simulated devices have tables of their own."
+            f"Trained with {DEPLOYED}: the configuration's pool was not used, so there is no simulated time and no "
+            "speed-up. Runs on simulated devices have their own tables."
         )
 
 
 def _unfinished(setting: Setting) -> Iterator[str]:
     for run in (run for row in setting.rows if not row.finished for run in row.runs):
         last = run.last
-        reached = f", clean {last.clean:.1%} and PGD {last.adversarial:.1%} in round {last.round}" if last else ""
-        costs = "memory is that" if run.deployed else "time and memory are those"
+        reached = ""
+        if last:
+            reached = f", clean {percent(last.clean)} and PGD {percent(last.adversarial)} in round {last.round}"
+        costs = "memory is" if run.deployed else "time and memory are"
         yield (
-            f"{run.path} is not finished: {run.rounds} rounds so far{reached}; {costs} so far. "
-            f"Go on with: {how_to_resume(run.path)}"
+            f"{run.path} is not finished: {run.rounds} rounds so far{reached}; {costs} of these rounds only. "
+            f"Resume it: {how_to_resume(run.path)}"
         )
 
 
@@ -128,14 +126,14 @@ def _of_runs(setting: Setting) -> Iterator[str]:
     yield from (f"{run.path}: {note.rstrip('.')}." for run in setting.runs for note in run.notes)
     unknown = [str(run.path) for run in setting.runs if run.time is not None and run.memory is None and run.rounds]
     if unknown:
-        yield f"Memory is not in the journal of {', '.join(unknown)}: an earlier version made it."
+        yield f"Memory is not known for {', '.join(unknown)}: the journal was written by an earlier version."
 
 
 def _faults(setting: Setting) -> Iterator[str]:
-    """Name the rows some of whose clients failed: their accuracies come of fewer answers than were asked for."""
-    found = [f"{row.faults} times in {row.label}" for row in setting.rows if row.faults]
+    """Name the rows in which clients failed: their models are averaged from fewer answers than were asked for."""
+    found = [f"{row.faults} in {row.label}" for row in setting.rows if row.faults]
     if found:
-        yield f"Answers of clients that were missing or could not be used: {', '.join(found)}; the journals say why."
+        yield f"Answers of clients that were missing or unusable: {', '.join(found)}. The journals say why."
 
 
 def _attacks(setting: Setting) -> Iterator[str]:
@@ -149,14 +147,14 @@ def _attacks(setting: Setting) -> Iterator[str]:
     cells = [row.accuracy(kind, "aa") for row in setting.rows for kind in KINDS]
     if any(cell and cell.attack == "aa-fast" for cell in cells):
         yield FAST
-    # Real devices cannot be asked once their run is over: there, the exported model alone can be measured.
+    # Real devices cannot be asked after their run: only the exported model can still be measured.
     kind: Kind = "global" if any(run.deployed for run in setting.runs) else "personalised"
     missing = [row for row in setting.rows if row.finished and not row.accuracy(kind, "aa")]
     if missing:
         run = shlex.quote(str(missing[0].runs[0].path))
         yield (
             f"AA is not measured for {', '.join(row.label for row in missing)}. "
-            f"Measure it with: fedprophet evaluate {run} --attack autoattack"
+            f"Measure it: fedprophet evaluate {run} --attack autoattack"
         )
 
 
@@ -165,20 +163,20 @@ def _speedups(setting: Setting) -> Iterator[str]:
     simulated = [row for row in setting.rows if row.finished and not row.runs[0].deployed]
     missing = [row for row in simulated if not candidates(row, references)]
     if missing:
-        # Not from a run's own config.toml: it has the rounds of that run's method.
+        # A run's own config.toml would not do: it has the number of rounds of that run's method.
         yield (
-            f"No speed-up for {', '.join(row.label for row in missing)}: no finished jFAT run with the same data, "
-            f"model and fleet is given. Make one from the preset or file that they were started from: "
+            f"No speed-up for {', '.join(row.label for row in missing)}: there is no finished jFAT run with the same "
+            "data, model and fleet. Start one from the same preset or file: "
             f"fedprophet train PRESET --method {REFERENCE}"
         )
     choices = [row for row in setting.rows if row.speedup and len(candidates(row, references)) > 1]
     if choices:
         over = _each((row.speedup.over, row.label) for row in choices if row.speedup)
-        yield f"Several jFAT rows fit. Speed-ups are over the one with the nearest settings: {over}."
+        yield f"Several jFAT rows fit. Speed-ups are over the one with the most similar settings: {over}."
 
 
 def _each(pairs: Iterable[tuple[str, str]]) -> str:
-    """Return `A for x, y; B for the others`: each value and whose it is; the most frequent one comes last."""
+    """Return `A for x, y; B for the others`: each value and its rows, the most frequent value last."""
     found: dict[str, list[str]] = {}
     for value, label in pairs:
         found.setdefault(value, []).append(label)
@@ -188,7 +186,7 @@ def _each(pairs: Iterable[tuple[str, str]]) -> str:
     return "; ".join([*(f"{value} for {', '.join(found[value])}" for value in rare), f"{usual} for the others"])
 
 
-_KINDS_OF_NOTES: Sequence[Callable[[Setting], Iterable[str]]] = (
+_NOTES: Sequence[Callable[[Setting], Iterable[str]]] = (
     _sources,
     _norm_layers,
     _samples,

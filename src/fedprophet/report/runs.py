@@ -1,4 +1,4 @@
-"""What one run's folder says of the run: its accuracies, its memory and its simulated time."""
+"""What a run's folder says about the run: its accuracies, its memory and its simulated time."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -8,21 +8,22 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from fedprophet.config.config import Config, load_config
+from fedprophet.config.config import Config
+from fedprophet.config.load import load_config
 from fedprophet.errors import CheckpointError
 from fedprophet.runs.engine_history import Span, spans
+from fedprophet.runs.files import RunFiles
 from fedprophet.runs.journal import Journal
-from fedprophet.runs.results import fault_count, simulated_seconds, training_memory, wire_bytes
-from fedprophet.runs.run import RunFiles
+from fedprophet.runs.summary import fault_count, simulated_seconds, training_memory, wire_bytes
 from fedprophet.server.coordinator import Record
 from fedprophet.storage.files import how_to_resume, is_deployed
 
 Kind = Literal["personalised", "global"]
 KINDS: tuple[Kind, ...] = ("personalised", "global")
 EVALUATION = "evaluation.json"
-"""What `fedprophet evaluate` has measured of a run, beside its closing summary."""
+"""What `fedprophet evaluate` has measured, besides the run's own summary."""
 DEPLOYED = "Flower, real devices"
-"""The engine of a run whose clients were no simulation."""
+"""The engine of a run whose clients were real devices."""
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -31,8 +32,8 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Measured:
-    """An accuracy, and over how many samples; the interval holds it with 95 % where one was computed."""
+class MeasuredAccuracy:
+    """An accuracy, the number of samples, and its 95 % interval if one was computed."""
 
     accuracy: Share
     samples: Count
@@ -41,7 +42,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Reached:
-    """What a round reached in training, personalised."""
+    """The personalised accuracies of a training round."""
 
     round: Count
     clean: Share
@@ -64,7 +65,7 @@ class Time:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that training takes in the cost model: what the smallest task of every round fits, and the largest."""
+    """Bytes of training in the cost model: `least` fits the smallest task of every round, `peak` the largest task."""
 
     least: int
     peak: int
@@ -72,7 +73,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Wire:
-    """Bytes that went over the network in rounds, as the server saw them, and those of jFAT's training in as many."""
+    """Bytes that the server counted on the network, and those that jFAT's training would have taken."""
 
     sent: Count
     received: Count
@@ -80,13 +81,12 @@ class Wire:
 
     @property
     def total(self) -> int:
-        """Both ways together."""
         return self.sent + self.received
 
 
 @dataclass(frozen=True)
 class RoundWire:
-    """The bytes of one round, None where nobody counted them, and how many clients' answers were lost in it."""
+    """The bytes of one round, None if they were not counted, and how many clients failed in it."""
 
     round: int
     wire: Wire | None
@@ -97,7 +97,7 @@ class RoundWire:
 class RunSummary:
     """A run as a comparison sees it; what its folder does not hold is None or empty.
 
-    The clients of a `deployed` run were real devices, so that it has no simulated time.
+    The clients of a `deployed` run were real devices: it has no simulated time.
     """
 
     path: Path
@@ -105,7 +105,7 @@ class RunSummary:
     rounds: int
     finished: bool
     version: str | None = None
-    accuracies: Mapping[Kind, Mapping[str, Measured]] = field(default_factory=dict)
+    accuracies: Mapping[Kind, Mapping[str, MeasuredAccuracy]] = field(default_factory=dict)
     best: Reached | None = None
     last: Reached | None = None
     time: Time | None = None
@@ -122,15 +122,15 @@ class RunSummary:
 
     @property
     def engine(self) -> str:
-        """What carried the run out: as it is recorded, else what the configuration says; a deployment is neither."""
+        """The engines that the run recorded, else the one in its configuration; a deployment has its own name."""
         if self.deployed:
             return DEPLOYED
-        return ", ".join(dict.fromkeys(span.carrier.engine for span in self.engines)) or self.config.engine
+        return ", ".join(dict.fromkeys(span.use.engine for span in self.engines)) or self.config.engine
 
 
 @dataclass(frozen=True)
 class _ClientCost:
-    """What the journal keeps of a client in a round. Journals of earlier versions lack the memory."""
+    """What the journal records of a client in a round. Journals of earlier versions have no memory."""
 
     computation_s: Amount
     access_s: Amount
@@ -140,22 +140,19 @@ class _ClientCost:
 
 @dataclass(frozen=True)
 class _Measurements:
-    personalised: dict[str, Measured]
-    whole: Annotated[dict[str, Measured], Field(validation_alias="global")]
+    personalised: dict[str, MeasuredAccuracy]
+    whole: Annotated[dict[str, MeasuredAccuracy], Field(validation_alias="global")]
 
-    def by_kind(self) -> dict[Kind, dict[str, Measured]]:
-        """Return what was measured; an accuracy over no samples is none."""
-        pairs: tuple[tuple[Kind, dict[str, Measured]], ...] = (
-            ("personalised", self.personalised),
-            ("global", self.whole),
-        )
-        return {kind: {name: cell for name, cell in cells.items() if cell.samples} for kind, cells in pairs}
+    def of(self, kind: Kind) -> dict[str, MeasuredAccuracy]:
+        """Return the accuracies of a kind; one over no samples does not count."""
+        cells = self.personalised if kind == "personalised" else self.whole
+        return {name: cell for name, cell in cells.items() if cell.samples}
 
 
 @dataclass(frozen=True)
 class _Results(_Measurements):
     rounds: Count
-    version: str
+    version: str | None
     best: Reached | None = None
     last: Reached | None = None
     norm_layers: dict[str, str] = field(default_factory=dict)
@@ -169,41 +166,42 @@ class _Evaluation(_Measurements):
 
 
 def read_run(path: Path) -> RunSummary:
-    """Return what a run's folder holds; raise CheckpointError where it is no run or a file of it is damaged."""
+    """Return what a run's folder holds; raise CheckpointError if it is not a run or a file is damaged."""
     files = RunFiles(path)
     if not files.config.is_file():
         raise CheckpointError(
-            f"there is no run in {path}: it has no config.toml. Give the folders of runs that fedprophet train has made"
+            f"there is no run in {path}: it has no config.toml. Give folders that fedprophet train has written"
         )
-    config = load_config(files.config)
     records = Journal(files.journal).read()
-    results = _read(files.results, _Results, f"Delete it: it is made again. Go on with: {how_to_resume(path)}")
-    evaluation = _read(path / EVALUATION, _Evaluation, "Delete it, then measure again with fedprophet evaluate")
+    written = _read(files.results, _Results, f"Delete it and write it again: {how_to_resume(path)}")
+    unfinished = _Results({}, {}, len(records), None, last=_last_evaluated(records, files.journal))
+    results = written or unfinished
+    evaluation = _read(path / EVALUATION, _Evaluation, "Delete it and measure again: fedprophet evaluate")
+    notes = list(_evaluation_notes(evaluation, results, finished=written is not None))
     deployed = is_deployed(path)
     costs = _costs(records, files.journal)
-    rounds = results.rounds if results else len(records)
-    notes = list(_evaluation_notes(evaluation, results, rounds))
-    if len(records) != rounds or costs is None:
-        costs = None
-        what = f"has {len(records)} of its {rounds} rounds" if len(records) != rounds else "does not hold them"
+    if len(records) != results.rounds or costs is None:
+        complete = len(records) == results.rounds
+        what = "does not hold them" if complete else f"has {len(records)} of its {results.rounds} rounds"
         notes.append(f"{'memory is' if deployed else 'time and memory are'} not known: its journal {what}")
+        costs = None
     return RunSummary(
         path=path,
-        config=config,
-        rounds=rounds,
-        finished=results is not None,
-        version=results.version if results else None,
-        accuracies=_accuracies(results, evaluation),
-        best=results.best if results else None,
-        last=results.last if results else _last_evaluated(records, files.journal),
+        config=load_config(files.config),
+        rounds=results.rounds,
+        finished=written is not None,
+        version=results.version,
+        accuracies=_accuracies(results, evaluation, finished=written is not None),
+        best=results.best,
+        last=results.last,
         time=None if costs is None or deployed else _time(records, costs),
         memory=None if costs is None else _memory(records),
         wire=_wire(records, files.journal),
         wire_rounds=_wire_rounds(records),
         faults=fault_count(records),
         deployed=deployed,
-        norm_layers=results.norm_layers if results else {},
-        public_samples=results.public_samples if results else 0,
+        norm_layers=results.norm_layers,
+        public_samples=results.public_samples,
         dataset=_dataset(files.inputs),
         engines=_engines(files.timings),
         notes=tuple(notes),
@@ -211,7 +209,7 @@ def read_run(path: Path) -> RunSummary:
 
 
 def _engines(timings: Path) -> tuple[Span, ...]:
-    """Return which engines carried a run out; none are known where the file is damaged: no result depends on it."""
+    """Return which engines a run used; none if the file is damaged, for no result depends on it."""
     try:
         return spans(Journal(timings).read())
     except CheckpointError:
@@ -219,7 +217,7 @@ def _engines(timings: Path) -> tuple[Span, ...]:
 
 
 def _read(file: Path, kind: type[T], advice: str) -> T | None:
-    """Return a JSON file as a dataclass; None where there is no such file."""
+    """Return a JSON file as a dataclass; None if there is no such file."""
     try:
         content = file.read_bytes()
     except FileNotFoundError:
@@ -228,7 +226,7 @@ def _read(file: Path, kind: type[T], advice: str) -> T | None:
 
 
 def _checked(parse: Callable[[], T], where: str, advice: str) -> T:
-    """Return what is parsed; where it does not fit, say what and where."""
+    """Parse something; raise an error that says what is wrong and where."""
     try:
         return parse()
     except ValidationError as error:
@@ -238,40 +236,42 @@ def _checked(parse: Callable[[], T], where: str, advice: str) -> T:
 
 
 def _dataset(file: Path) -> str | None:
-    """Return the fingerprint of the data that the run was played with."""
+    """Return the fingerprint of the run's dataset."""
     try:
         return str(json.loads(file.read_bytes())["dataset"])
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError):
-        raise CheckpointError(f"{file} is damaged: it is not the record of a run's dataset and model") from None
+        raise CheckpointError(
+            f"{file} is damaged: it should name the run's dataset and model. Restore it, or leave this run out"
+        ) from None
 
 
 # Accuracies ----------------------------------------------------------------------------------------------------------
 
 
-def _evaluation_notes(evaluation: _Evaluation | None, results: _Results | None, rounds: int) -> list[str]:
-    """Return what the evaluation warned of; one of another round is named, and of a finished run it does not count."""
-    if evaluation is None or evaluation.round == rounds:
-        return list(evaluation.warnings) if evaluation else []
-    measured = f"{EVALUATION} is of its model after round {evaluation.round}"
-    if results:
-        return [f"{measured}, not {rounds}, and does not count: measure again"]
+def _evaluation_notes(evaluation: _Evaluation | None, results: _Results, finished: bool) -> list[str]:
+    """Return the warnings of the evaluation, and whether it measured another round."""
+    if evaluation is None:
+        return []
+    if evaluation.round == results.rounds:
+        return list(evaluation.warnings)
+    measured = f"{EVALUATION} measured the model after round {evaluation.round}"
+    if finished:
+        return [f"{measured}, not {results.rounds}, and does not count: measure again"]
     return [measured, *evaluation.warnings]
 
 
-def _accuracies(results: _Results | None, evaluation: _Evaluation | None) -> dict[Kind, dict[str, Measured]]:
-    """Return all that was measured: the closing summary, and beside it what was evaluated later of the same model."""
-    current = evaluation is not None and (results is None or evaluation.round == results.rounds)
-    found: dict[Kind, dict[str, Measured]] = {kind: {} for kind in KINDS}
-    for source in (evaluation if current else None, results):
-        for kind, cells in source.by_kind().items() if source else ():
-            found[kind] |= cells
-    return found
+def _accuracies(
+    results: _Results, evaluation: _Evaluation | None, finished: bool
+) -> dict[Kind, dict[str, MeasuredAccuracy]]:
+    """Return the accuracies in the summary, and what was evaluated later of the same model."""
+    current = evaluation is not None and (evaluation.round == results.rounds or not finished)
+    return {kind: {**(evaluation.of(kind) if evaluation and current else {}), **results.of(kind)} for kind in KINDS}
 
 
 def _last_evaluated(records: Sequence[Record], journal: Path) -> Reached | None:
-    """Return the latest evaluation of a run that is not finished."""
+    """Return the latest evaluation of a run that has not finished."""
     for record in reversed(records):
         if record.get("samples"):
             return _of_record(TypeAdapter(Reached), record, record, journal)
@@ -284,7 +284,7 @@ _COSTS = TypeAdapter(dict[str, _ClientCost])
 
 
 def _costs(records: Sequence[Record], journal: Path) -> list[list[_ClientCost]] | None:
-    """Return the clients' costs, round by round; None where a round has no record of them."""
+    """Return the clients' costs in each round; None if a round has none."""
     if not all("times" in record for record in records):
         return None
     return [list(_of_record(_COSTS, record["times"], record, journal).values()) for record in records]
@@ -297,7 +297,7 @@ def _of_record(kind: TypeAdapter[T], value: object, record: Record, journal: Pat
 
 
 def _time(records: Sequence[Record], costs: Sequence[Sequence[_ClientCost]]) -> Time:
-    """Return the time of a run: a round lasts as long as its slowest client, and its slowest link on its own."""
+    """Return the time of a run: a round takes as long as its slowest client; links are added up separately."""
     seconds = simulated_seconds(records)
     links = sum(max(cost.communication_s for cost in clients) for clients in costs if clients)
     return Time(seconds["computation_s"], seconds["access_s"], links)
@@ -309,15 +309,15 @@ def _memory(records: Sequence[Record]) -> Memory | None:
 
 
 def _wire(records: Sequence[Record], journal: Path) -> Wire | None:
-    counted = [record for record in records if "wire" in record]
-    for record in counted:
-        _of_record(TypeAdapter(Wire), record["wire"], record, journal)
-    found = wire_bytes(counted)
+    for record in records:
+        if "wire" in record:
+            _of_record(TypeAdapter(Wire), record["wire"], record, journal)
+    found = wire_bytes(records)
     return Wire(**found) if found else None
 
 
 def _wire_rounds(records: Sequence[Record]) -> tuple[RoundWire, ...]:
-    """Return the rounds one by one, where the bytes of any were counted."""
+    """Return the bytes of each round, if those of any round were counted."""
     if not any("wire" in record for record in records):
         return ()
     return tuple(

@@ -1,333 +1,268 @@
-"""A comparison as tables for people, as Markdown, as CSV and as JSON."""
+"""A comparison as a page of tables, as Markdown, as CSV and as JSON."""
 
-import csv
-import io
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
+from fedprophet.display import tables
+from fedprophet.display.numbers import factor, percent
+from fedprophet.display.tables import Column, Page, Table
 from fedprophet.durations import Unit, format_duration, unit_of
 from fedprophet.report.compare import ATTACKS, Accuracy, Comparison, Row, Setting, Statistic
 from fedprophet.report.notes import FAST_MARK, reading, setting_notes
-from fedprophet.report.runs import KINDS, Kind, Reached, RunSummary
+from fedprophet.report.runs import KINDS, Reached, RunSummary
+from fedprophet.sizes import format_size
 
-NONE = "–"
 WIRE_PARTS = ("sent", "received", "total", "jfat")
-_WIRE_COUNTED = ("sent", "received", "jfat")
 TIMES = ("total", "computation", "access", "communication")
+ROUND_PARTS = ("round", "clean", "adversarial")
+METHOD = Column("Method")
 
 
-@dataclass(frozen=True)
-class TextTable:
-    """A table for people. A column's heading has two parts: the group it belongs to ("" for none), and its own."""
+def page(comparison: Comparison, figure: str | None = None) -> Page:
+    """Return the comparison as a page; `figure` is the file of its picture."""
+    return Page(
+        "Comparison",
+        lines=(*reading(comparison), *comparison.notes),
+        figure=f"![Accuracies and simulated time of each method]({figure})" if figure else "",
+        parts=tuple(
+            Page(setting.title, tuple(setting_tables(setting)), notes=(*setting_notes(setting), *_folders(setting)))
+            for setting in comparison.settings
+        ),
+    )
 
-    title: str
-    headings: tuple[tuple[str, str], ...]
-    rows: tuple[tuple[str, ...], ...]
+
+def markdown(comparison: Comparison, figure: str | None = None) -> str:
+    """Return the comparison as a Markdown page; `figure` is the file of its picture."""
+    return tables.markdown(page(comparison, figure))
 
 
-# Numbers for people --------------------------------------------------------------------------------------------------
+def _folders(setting: Setting) -> Iterator[str]:
+    """Yield which folders are behind each row."""
+    for row in setting.rows:
+        seeds = f"seed{'s' if len(row.seeds) > 1 else ''} {', '.join(map(str, row.seeds))}"
+        yield f"Runs of {row.label}: {', '.join(str(run.path) for run in row.runs)} ({seeds})"
 
 
-def percent_text(value: Statistic | None) -> str:
+# Numbers -------------------------------------------------------------------------------------------------------------
+
+
+def percent_text(value: Statistic) -> str:
     """Return an accuracy in %: `79.7` or `79.7 ± 0.4`."""
-    return NONE if value is None else _with_deviation(value, 100.0)
+    return _with_deviation(value, 100.0)
 
 
 def time_unit(rows: Sequence[Row], part: str = "total") -> Unit:
-    """Return the one unit for all rows, so that they can be compared: the one that suits the middle of final times."""
+    """Return one unit for all rows, so that they can be compared: the one that suits the median of finished rows."""
     rows = [row for row in rows if row.finished] or rows
-    middle = statistics.median([value.mean for row in rows if (value := row.time(part))] or [0.0])
-    return unit_of(middle)
+    return unit_of(statistics.median([value.mean for row in rows if (value := row.time(part))] or [0.0]))
 
 
-def time_text(value: Statistic | None, unit: Unit) -> str:
-    """Return a time span: `7.2 h` or `7.2 ± 0.1 h`; what would be rounded away has the unit that suits it, `36.0 s`."""
-    if value is None:
-        return NONE
+def time_text(unit: Unit, value: Statistic) -> str:
+    """Return a time span: `7.2 h` or `7.2 ± 0.1 h`; one too short for the unit in a smaller one, `36.0 s`."""
     if 0 < value.mean < 0.1 * unit.seconds:
         return format_duration(value.mean)
     return f"{_with_deviation(value, 1 / unit.seconds)} {unit.name}"
 
 
-def memory_text(size: int | None) -> str:
-    """Return a size in MB of 10^6 bytes; small ones with more digits."""
-    if size is None:
-        return NONE
-    megabytes = size / 1e6
-    return (
-        f"{megabytes:.1f} MB"
-        if megabytes >= 10
-        else f"{megabytes:.2f} MB"
-        if megabytes >= 0.1
-        else f"{megabytes:.2g} MB"
-    )
-
-
-def speedup_text(row: Row) -> str:
-    """Return how many times faster than jFAT."""
-    if row.speedup is None:
-        return NONE
-    return f"{row.speedup.factor:.1f}×" if row.speedup.factor >= 1 else f"{row.speedup.factor:.2f}×"
-
-
 def _with_deviation(value: Statistic, scale: float) -> str:
-    spread = "" if value.deviation is None else f" ± {scale * value.deviation:.1f}"
-    return f"{scale * value.mean:.1f}{spread}"
+    value = value.scaled(scale)
+    return f"{value.mean:.1f}" + ("" if value.deviation is None else f" ± {value.deviation:.1f}")
 
 
-def _accuracy_text(accuracy: Accuracy | None) -> str:
-    mark = FAST_MARK if accuracy and accuracy.attack == "aa-fast" else ""
-    return percent_text(accuracy.value if accuracy else None) + mark
+def _accuracy_text(accuracy: Accuracy) -> str:
+    return percent_text(accuracy.value) + (FAST_MARK if accuracy.attack == "aa-fast" else "")
+
+
+def _part(value: Any, *names: str) -> Any:
+    """Return an attribute of an attribute; None where one of them is None."""
+    for name in names:
+        value = None if value is None else getattr(value, name)
+    return value
 
 
 # Tables for people ---------------------------------------------------------------------------------------------------
 
 
-def text_tables(setting: Setting) -> list[TextTable]:
-    """Return the tables of a setting: accuracy, cost, and what only some runs have: bytes on the wire, best rounds."""
-    tables = (_accuracy_table(setting), _cost_table(setting), _wire_table(setting), _rounds_table(setting))
-    return [table for table in tables if table.rows]
+def setting_tables(setting: Setting) -> list[Table]:
+    """Return accuracy and cost and, where runs have them, bytes on the wire and the best and last rounds."""
+    found = (_accuracy_table(setting), _cost_table(setting), _wire_table(setting), _rounds_table(setting))
+    return [table for table in found if table.rows]
 
 
-def _accuracy_table(setting: Setting) -> TextTable:
-    names = {"clean": "clean", "pgd": _pgd_name(setting), "aa": "AA"}
-    headings = [("", "Method"), ("", "Seeds")]
-    headings += [(kind.capitalize(), name) for kind in KINDS for name in names.values()]
+def _accuracy_table(setting: Setting) -> Table:
+    steps = {run.config.evaluate.steps for run in setting.runs}
+    # Where rows were attacked with different numbers of steps, a note says so.
+    names = {"clean": "clean", "pgd": f"PGD-{steps.pop()}" if len(steps) == 1 else "PGD", "aa": "AA"}
+    columns = [Column(name, kind.capitalize(), _accuracy_text) for kind in KINDS for name in names.values()]
     rows = (
-        (row.label, str(len(row.runs)), *(_accuracy_text(row.accuracy(kind, name)) for kind in KINDS for name in names))
+        (row.label, len(row.runs), *(row.accuracy(kind, name) for kind in KINDS for name in names))
         for row in setting.rows
     )
-    return TextTable("Accuracy of the trained model, in %", tuple(headings), tuple(rows))
+    return Table("Accuracy of the trained model, in %", (METHOD, Column("Seeds"), *columns), tuple(rows))
 
 
-def _pgd_name(setting: Setting) -> str:
-    """Return `PGD-20`; where rows were attacked with different numbers of steps, a note says so."""
-    steps = {run.config.evaluate.steps for run in setting.runs}
-    return f"PGD-{steps.pop()}" if len(steps) == 1 else "PGD"
+def _cost_table(setting: Setting) -> Table:
+    spent = partial(time_text, time_unit(setting.rows))
+    network = partial(time_text, time_unit(setting.rows, "communication"))
+    columns = (
+        METHOD,
+        Column("Rounds", form="{:.0f}".format),
+        *(Column(part, "Memory", format_size) for part in ("least", "peak")),
+        *(Column(part, "Time", spent) for part in ("total", "computation", "access")),
+        Column("over jFAT", "Speed-up", factor),
+        Column("time", "Network", network),
+    )
+    rows = (
+        (
+            row.label,
+            _part(row.over(lambda run: run.rounds), "mean"),
+            *(row.memory(part) for part in ("least", "peak")),
+            row.time("total"),
+            *(_mean_only(row.time(part)) for part in ("computation", "access")),
+            _part(row.speedup, "factor"),
+            _mean_only(row.time("communication")),
+        )
+        for row in setting.rows
+    )
+    return Table("Memory of a client and simulated time", columns, tuple(rows))
 
 
-def _cost_table(setting: Setting) -> TextTable:
-    headings = [("", "Method"), ("", "Rounds"), ("Memory", "least"), ("Memory", "peak"), ("Time", "total")]
-    headings += [("Time", "computation"), ("Time", "access"), ("Speed-up", "over jFAT")]
-    headings += [("Network", "time")]
-    unit, network = time_unit(setting.rows), time_unit(setting.rows, "communication")
+def _mean_only(value: Statistic | None) -> Statistic | None:
+    """Return the mean alone: with every deviation the table would be too wide."""
+    return None if value is None else replace(value, deviation=None)
+
+
+def _wire_table(setting: Setting) -> Table:
+    parts = (("Wire", "sent"), ("Wire", "received"), ("Wire", "total"), ("jFAT's", "total"))
+    sizes = [Column(name, group, lambda size: format_size(round(size.mean))) for group, name in parts]
     rows = []
     for row in setting.rows:
-        rounds = row.over(lambda run: run.rounds)
-        memory = (memory_text(row.memory(part)) for part in ("least", "peak"))
-        parts = (time_text(_plain(row.time(part)), unit) for part in ("computation", "access"))
-        spent = (time_text(row.time("total"), unit), *parts, speedup_text(row))
-        waited = time_text(_plain(row.time("communication")), network)
-        rows.append((row.label, f"{rounds.mean:.0f}" if rounds else NONE, *memory, *spent, waited))
-    return TextTable("Memory of a client and simulated time", tuple(headings), tuple(rows))
+        moved = [row.wire(part) for part in WIRE_PARTS]
+        total, jfat = moved[-2:]
+        if total is not None and jfat is not None:
+            rows.append((row.label, *moved, total.mean / jfat.mean if jfat.mean else None, row.faults))
+    columns = (METHOD, *sizes, Column("of jFAT's", form=percent), Column("Faults"))
+    return Table("Bytes on the wire in all rounds (jFAT's: training only), and clients' faults", columns, tuple(rows))
 
 
-def _plain(value: Statistic | None) -> Statistic | None:
-    """Return the mean alone: a table that shows every deviation is too wide to be read."""
-    return Statistic(value.mean, None, value.count) if value else None
-
-
-def _wire_table(setting: Setting) -> TextTable:
-    headings = [("", "Method"), ("Wire", "sent"), ("Wire", "received"), ("Wire", "total"), ("jFAT's", "total")]
-    headings += [("", "of jFAT's"), ("", "Faults")]
-    rows = []
-    for row in setting.rows:
-        total, reference = row.wire("total"), row.wire("jfat")
-        if total is None or reference is None:
-            continue
-        sizes = (memory_text(round(size.mean)) for part in WIRE_PARTS if (size := row.wire(part)))
-        share = f"{100 * total.mean / reference.mean:.1f} %" if reference.mean else NONE
-        rows.append((row.label, *sizes, share, str(row.faults)))
-    title = "Bytes on the wire in all rounds (jFAT's: its training alone), and faults of clients"
-    return TextTable(title, tuple(headings), tuple(rows))
-
-
-def _rounds_table(setting: Setting) -> TextTable:
-    headings = [("", "Method")]
-    headings += [(name, heading) for name in ("Best round", "Last round") for heading in ("number", "clean", "PGD")]
+def _rounds_table(setting: Setting) -> Table:
+    columns = [
+        Column(heading, name, form)
+        for name in ("Best round", "Last round")
+        for heading, form in (("number", str), ("clean", percent_text), ("PGD", percent_text))
+    ]
     rows = []
     for row in setting.rows:
         reached = [_rounds(row, which) for which in ("best", "last")]
         if all(reached):
-            rows.append((row.label, *(text for rounds in reached for text in _reached_texts(rounds))))
-    title = "Best and last round in training (personalised, in %; the best is chosen on the data that is reported)"
-    return TextTable(title, tuple(headings), tuple(rows))
+            rows.append((row.label, *(value for rounds in reached for value in _reached(rounds))))
+    title = "Best and last round in training (personalised, in %; the best round is chosen on the reported data)"
+    return Table(title, (METHOD, *columns), tuple(rows))
 
 
 def _rounds(row: Row, which: str) -> list[Reached]:
-    """Return the best or the last rounds of a row's runs, where these are final."""
+    """Return the best or the last rounds of a row's runs, where these have finished."""
     found = (getattr(run, which) for run in row.runs if row.finished)
     return [reached for reached in found if reached is not None]
 
 
-def _reached_texts(rounds: Sequence[Reached]) -> tuple[str, str, str]:
-    numbers = sorted({reached.round for reached in rounds})
-    where = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}–{numbers[-1]}"
-    clean, adversarial = (
-        Statistic.of([getattr(reached, name) for reached in rounds]) for name in ("clean", "adversarial")
-    )
-    return where, percent_text(clean), percent_text(adversarial)
+def _reached(rounds: Sequence[Reached]) -> tuple[str, Statistic | None, Statistic | None]:
+    first, last = (pick(reached.round for reached in rounds) for pick in (min, max))
+    clean, adversarial = (Statistic.of([getattr(reached, part) for reached in rounds]) for part in ROUND_PARTS[1:])
+    return str(first) if first == last else f"{first}–{last}", clean, adversarial
 
 
-def run_lines(setting: Setting) -> list[str]:
-    """Return which folders are behind each row."""
-    return [f"Runs of {row.label}: {_folders(row)}" for row in setting.rows]
-
-
-def _folders(row: Row) -> str:
-    seeds = f"seed{'s' if len(row.seeds) > 1 else ''} {', '.join(map(str, row.seeds))}"
-    return f"{', '.join(str(run.path) for run in row.runs)} ({seeds})"
-
-
-# Markdown ------------------------------------------------------------------------------------------------------------
-
-
-def markdown(comparison: Comparison, figure: str | None = None) -> str:
-    """Return the comparison as a Markdown page; `figure` is the picture's file beside it."""
-    blocks = ["# Comparison", "\n".join(f"- {line}" for line in (*reading(comparison), *comparison.notes))]
-    if figure:
-        blocks.append(f"![Accuracies and simulated time of each method]({figure})")
-    for setting in comparison.settings:
-        blocks.append(f"## {setting.title}")
-        for table in text_tables(setting):
-            blocks += [f"### {table.title}", _markdown_table(table)]
-        lines = (*setting_notes(setting), *run_lines(setting))
-        blocks.append("\n".join(f"- {line}" for line in lines))
-    return "\n\n".join(blocks) + "\n"
-
-
-def _markdown_table(table: TextTable) -> str:
-    """Return a table whose columns are aligned in the text as well: it is read as it is where output is piped."""
-    heads = [f"{group} {name}".strip() for group, name in table.headings]
-    lines = [[cell.replace("|", "\\|") for cell in line] for line in (heads, *table.rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    rule = [f"{'-' * width}" if number == 0 else f"{'-' * (width - 1)}:" for number, width in enumerate(widths)]
-    lines.insert(1, rule)
-    return "\n".join(
-        "| "
-        + " | ".join(
-            cell.ljust(width) if number == 0 else cell.rjust(width)
-            for number, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        + " |"
-        for line in lines
-    )
-
-
-# CSV and JSON --------------------------------------------------------------------------------------------------------
+# CSV -----------------------------------------------------------------------------------------------------------------
 
 
 def csv_text(comparison: Comparison) -> str:
     """Return a line for each row: accuracies in %, sizes in MB of 10^6 bytes, times in seconds; empty: not known."""
-    lines = [
-        {name: value(setting, row) for name, value in _CSV.items()}
+    columns = [(Column(name, form=form), value) for name, form, value in _csv_columns()]
+    rows = [
+        (setting.title, *(value(row) for _, value in columns))
         for setting in comparison.settings
         for row in setting.rows
     ]
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(_CSV), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    return text.getvalue()
+    return tables.csv_text(Table("", (Column("setting"), *(column for column, _ in columns)), tuple(rows)))
 
 
 def wire_csv(comparison: Comparison) -> str | None:
     """Return a line for each round, in bytes; empty: not counted. None where no run has counted any.
 
-    jFAT's are those of its training alone.
+    jFAT's bytes are those of its training only.
     """
-    runs = [run for setting in comparison.settings for run in setting.runs if run.wire_rounds]
-    if not runs:
+    parts = ("sent", "received", "jfat")
+    rows = [
+        (run.path, one.round, *(_part(one.wire, part) for part in parts), one.faults)
+        for setting in comparison.settings
+        for run in setting.runs
+        for one in run.wire_rounds
+    ]
+    if not rows:
         return None
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(("run", "round", *_WIRE_COUNTED, "faults"))
-    for run in runs:
-        for one in run.wire_rounds:
-            sizes = (getattr(one.wire, part) if one.wire else "" for part in _WIRE_COUNTED)
-            writer.writerow((str(run.path), one.round, *sizes, one.faults))
-    return text.getvalue()
+    return tables.csv_text(Table("", tuple(map(Column, ("run", "round", *parts, "faults"))), tuple(rows)))
 
 
-def _csv_number(value: float | None, decimals: int) -> str:
-    return "" if value is None else f"{value:.{decimals}f}"
+Form = Callable[[Any], str]
+_percent, _megabytes, _seconds = (
+    lambda share: f"{100 * share:.1f}",
+    lambda size: f"{size / 1e6:.6f}",
+    lambda seconds: f"{seconds:.3f}",
+)
 
 
-def _csv_percent(kind: Kind, column: str, part: str) -> Callable[[Setting, Row], str]:
-    def text(setting: Setting, row: Row) -> str:
-        accuracy = row.accuracy(kind, column)
-        value = getattr(accuracy.value, part) if accuracy else None
-        return _csv_number(None if value is None else 100 * value, 1)
-
-    return text
+def _joined(values: Sequence[object]) -> str:
+    return " ".join(map(str, values))
 
 
-def _csv_attack(kind: Kind, column: str) -> Callable[[Setting, Row], str]:
-    return lambda setting, row: accuracy.attack if (accuracy := row.accuracy(kind, column)) else ""
-
-
-def _csv_samples(kind: Kind, column: str) -> Callable[[Setting, Row], str]:
-    return lambda setting, row: " ".join(map(str, a.samples)) if (a := row.accuracy(kind, column)) else ""
-
-
-def _csv_memory(part: str) -> Callable[[Setting, Row], str]:
-    return lambda setting, row: _csv_number(None if (size := row.memory(part)) is None else size / 1e6, 6)
-
-
-def _csv_wire(part: str) -> Callable[[Setting, Row], str]:
-    return lambda setting, row: _csv_number(value.mean / 1e6 if (value := row.wire(part)) else None, 6)
-
-
-def _csv_time(part: str) -> Callable[[Setting, Row], str]:
-    return lambda setting, row: _csv_number(value.mean if (value := row.time(part)) else None, 3)
-
-
-def _csv_accuracies() -> dict[str, Callable[[Setting, Row], str]]:
-    columns: dict[str, Callable[[Setting, Row], str]] = {}
+def _csv_columns() -> Iterator[tuple[str, Form, Callable[[Row], Any]]]:
+    """Yield the columns of the CSV file: name, how a value is written, and the value in a row."""
+    yield "row", str, lambda row: row.label
+    yield "method", str, lambda row: row.method
+    yield "finished", lambda finished: str(finished).lower(), lambda row: row.finished
+    yield "seeds", _joined, lambda row: row.seeds
+    yield "rounds", _joined, lambda row: [run.rounds for run in row.runs]
     for kind in KINDS:
-        for column in ATTACKS:
-            columns[f"{kind}_{column}_percent"] = _csv_percent(kind, column, "mean")
-            columns[f"{kind}_{column}_deviation"] = _csv_percent(kind, column, "deviation")
-            columns[f"{kind}_{column}_samples"] = _csv_samples(kind, column)
-            if column != "clean":
-                columns[f"{kind}_{column}_attack"] = _csv_attack(kind, column)
-    return columns
+        for attack in ATTACKS:
+            name, cell = f"{kind}_{attack}", partial(Row.accuracy, kind=kind, column=attack)
+            yield f"{name}_percent", _percent, _at(cell, "value", "mean")
+            yield f"{name}_deviation", _percent, _at(cell, "value", "deviation")
+            yield f"{name}_samples", _joined, _at(cell, "samples")
+            if attack != "clean":
+                yield f"{name}_attack", str, _at(cell, "attack")
+    for which in ("best", "last"):
+        for part in ROUND_PARTS:
+            name, form = (
+                (f"{which}_{part}", "{:g}".format) if part == "round" else (f"{which}_{part}_percent", _percent)
+            )
+            yield name, form, partial(_mean_reached, which=which, part=part)
+    for part in ("least", "peak"):
+        yield f"{part}_memory_mb", _megabytes, partial(Row.memory, part=part)
+    for part in TIMES:
+        yield f"{part}_s", _seconds, _at(partial(Row.time, part=part), "mean")
+    for part in WIRE_PARTS:
+        yield f"wire_{part}_mb", _megabytes, _at(partial(Row.wire, part=part), "mean")
+    yield "faults", str, lambda row: row.faults
+    yield "speedup_over_jfat", "{:.3f}".format, _at(lambda row: row.speedup, "factor")
+    yield "speedup_over_row", str, _at(lambda row: row.speedup, "over")
+    yield "starting_weights", str, lambda row: row.runs[0].config.model.weights
+    yield "versions", _joined, lambda row: sorted({run.version for run in row.runs if run.version})
+    yield "runs", _joined, lambda row: [run.path for run in row.runs]
 
 
-def _csv_reached(which: str, part: str) -> Callable[[Setting, Row], str]:
-    def text(setting: Setting, row: Row) -> str:
-        value = Statistic.of([getattr(reached, part) for reached in _rounds(row, which)])
-        return "" if value is None else f"{value.mean:g}" if part == "round" else f"{100 * value.mean:.1f}"
-
-    return text
+def _at(value: Callable[[Row], Any], *names: str) -> Callable[[Row], Any]:
+    return lambda row: _part(value(row), *names)
 
 
-_CSV: Mapping[str, Callable[[Setting, Row], str]] = {
-    "setting": lambda setting, row: setting.title,
-    "row": lambda setting, row: row.label,
-    "method": lambda setting, row: row.method,
-    "finished": lambda setting, row: str(row.finished).lower(),
-    "seeds": lambda setting, row: " ".join(map(str, row.seeds)),
-    "rounds": lambda setting, row: " ".join(str(run.rounds) for run in row.runs),
-    **_csv_accuracies(),
-    **{
-        f"{which}_{part}{'' if part == 'round' else '_percent'}": _csv_reached(which, part)
-        for which in ("best", "last")
-        for part in ("round", "clean", "adversarial")
-    },
-    "least_memory_mb": _csv_memory("least"),
-    "peak_memory_mb": _csv_memory("peak"),
-    **{f"{part}_s": _csv_time(part) for part in TIMES},
-    **{f"wire_{part}_mb": _csv_wire(part) for part in WIRE_PARTS},
-    "faults": lambda setting, row: str(row.faults),
-    "speedup_over_jfat": lambda setting, row: _csv_number(row.speedup.factor if row.speedup else None, 3),
-    "speedup_over_row": lambda setting, row: row.speedup.over if row.speedup else "",
-    "starting_weights": lambda setting, row: row.runs[0].config.model.weights,
-    "versions": lambda setting, row: " ".join(sorted({run.version for run in row.runs if run.version})),
-    "runs": lambda setting, row: " ".join(str(run.path) for run in row.runs),
-}
+def _mean_reached(row: Row, which: str, part: str) -> float | None:
+    found = Statistic.of([getattr(reached, part) for reached in _rounds(row, which)])
+    return None if found is None else found.mean
+
+
+# JSON ----------------------------------------------------------------------------------------------------------------
 
 
 def document(comparison: Comparison) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Checkpoints: a method's state on disk, whole or not at all, and only JSON and safetensors.
+"""Checkpoints: a method's state on disk, whole or not at all, as JSON and safetensors only.
 
 A checkpoint is a folder `round-000012` with `tensors.safetensors` and `state.json`. It is written under another name,
-synced and renamed, and both files carry a digest: what a kill, a full disk or a flipped bit left behind is recognised
-and the checkpoint before it is used.
+synced and renamed, and a digest protects both files. So a checkpoint that a kill, a full disk or a flipped bit has
+damaged is recognised, and the one before it is used.
 """
 
 import hashlib
@@ -16,21 +16,19 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from safetensors import SafetensorError
 
-from fedprophet.config.config import MACHINE_KEYS, Config, completed, differences
+from fedprophet.config.compare import completed, differences
+from fedprophet.config.config import Config, machine_keys
 from fedprophet.errors import CheckpointError
-from fedprophet.messages.codec import StateMisfitError, pack, unpack
+from fedprophet.messages.codec import CodecError, decode, encode
 from fedprophet.storage.files import (
     how_to_resume,
     make_folder,
     sync_folder,
     tensors_from_bytes,
     tensors_to_bytes,
-    write_atomic,
     write_synced,
 )
 from fedprophet.version import __version__
-
-__all__ = ["FORMAT", "Checkpoints", "Loaded", "pack", "unpack", "write_atomic"]
 
 FORMAT = 1
 STATE, TENSORS = "state.json", "tensors.safetensors"
@@ -39,7 +37,7 @@ S = TypeVar("S")
 
 
 class Loaded(NamedTuple, Generic[S]):
-    """The newest whole state, the round it was saved after, and what a user should know about it."""
+    """The newest whole state, the round it was saved after, and notes for the user."""
 
     state: S
     round: int
@@ -47,7 +45,7 @@ class Loaded(NamedTuple, Generic[S]):
 
 
 class _UnusableError(Exception):
-    """Why a checkpoint cannot be used, as the end of a sentence about it."""
+    """Why a checkpoint cannot be used."""
 
 
 class Checkpoints:
@@ -63,7 +61,7 @@ class Checkpoints:
         return bool(self._folders())
 
     def save(self, state: object, round: int) -> None:
-        """Write the state after a round. Older checkpoints go only once this one is whole and on the disk."""
+        """Write the state after a round. Older checkpoints are removed only once this one is on the disk."""
         folder = self._directory / f"round-{round:06d}"
         contents = self._contents(state, round)
         try:
@@ -96,10 +94,7 @@ class Checkpoints:
         raise CheckpointError("\n".join((f"no checkpoint in {self._directory} can be used:", *reasons)))
 
     def _folders(self) -> dict[int, Path]:
-        """Return the folder of every checkpoint, newest first.
-
-        One that was moved aside for a new version of itself counts until that is in place (see `_write_folder`).
-        """
+        """Return the folder of every checkpoint, newest first, also where it was moved aside (see `_write_folder`)."""
         found: dict[int, Path] = {}
         try:
             names = sorted(path.name for path in self._directory.iterdir())
@@ -114,7 +109,7 @@ class Checkpoints:
         return dict(sorted(found.items(), reverse=True))
 
     def _contents(self, state: object, round: int) -> dict[str, bytes]:
-        data, tensors = pack(state)
+        data, tensors = encode(state)
         blob = tensors_to_bytes(tensors)
         document = {
             "format": FORMAT,
@@ -127,7 +122,7 @@ class Checkpoints:
         return {TENSORS: blob, STATE: _dump({**document, "digest": _digest(_dump(document))})}
 
     def _read_document(self, folder: Path) -> dict[str, Any]:
-        """Return what state.json says, once it is whole, of our format and of this configuration."""
+        """Return the content of state.json; it has to be whole, of our format and of this configuration."""
         text = _read(folder / STATE)
         try:
             document = json.loads(text)
@@ -143,7 +138,7 @@ class Checkpoints:
             )
         if not _authentic(document, text):
             raise _UnusableError(f"its {STATE} is damaged")
-        different = differences(self._config, completed(document["config"]), MACHINE_KEYS)
+        different = differences(self._config, completed(document["config"]), machine_keys())
         if different:
             raise _UnusableError("it was made by another configuration: " + "; ".join(different))
         return document
@@ -158,17 +153,15 @@ class Checkpoints:
 
     def _failure(self, folder: Path, error: OSError) -> str:
         newest = self._newest_whole()
-        run = self._directory.parent
-        last = (
-            "There is no whole checkpoint yet" if newest is None else f"The last whole checkpoint is of round {newest}"
-        )
+        last = f"The last whole checkpoint is of round {newest}"
         return (
-            f"cannot write the checkpoint {folder}: {error.strerror or error}. {last}. Make room there or correct its "
-            f"permissions, then go on with: {how_to_resume(run)}"
+            f"cannot write the checkpoint {folder}: {error.strerror or error}. "
+            f"{'There is no whole checkpoint yet' if newest is None else last}. Make room there or correct its "
+            f"permissions, then go on with: {how_to_resume(self._directory.parent)}"
         )
 
     def _tidy(self) -> None:
-        """Remove what an interrupted save left; put back a checkpoint that was moved aside and not replaced."""
+        """Remove what an interrupted save has left; put back a checkpoint that was moved aside and not replaced."""
         for path in list(self._directory.iterdir()):
             if not _NAME.fullmatch(path.stem):
                 continue
@@ -178,7 +171,7 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _prune(self, round: int) -> None:
-        """Remove all but the newest checkpoints up to this round: renamed first, so that none is ever half there."""
+        """Remove all but the newest checkpoints up to this round. They are renamed first: none is ever half there."""
         for old in [number for number in self._folders() if number <= round][self._keep :]:
             folder = self._directory / f"round-{old:06d}"
             with suppress(OSError):
@@ -200,7 +193,7 @@ def _write_folder(folder: Path, contents: Mapping[str, bytes]) -> None:
 
 
 def _holds(folder: Path, contents: Mapping[str, bytes]) -> bool:
-    """Whether a checkpoint is there with exactly these files."""
+    """Whether the checkpoint exists with exactly these files."""
     try:
         return all((folder / name).read_bytes() == data for name, data in contents.items())
     except OSError:
@@ -209,8 +202,8 @@ def _holds(folder: Path, contents: Mapping[str, bytes]) -> bool:
 
 def _read_state(kind: type[S], folder: Path, document: Mapping[str, Any]) -> S:
     try:
-        return unpack(kind, document["state"], tensors_from_bytes(_read_tensors(folder, document)))
-    except (StateMisfitError, SafetensorError) as error:
+        return decode(kind, document["state"], tensors_from_bytes(_read_tensors(folder, document)))
+    except (CodecError, SafetensorError) as error:
         raise _UnusableError(f"its state does not fit this version of FedProphet: {error}") from error
 
 
@@ -229,7 +222,7 @@ def _read(path: Path) -> bytes:
 
 
 def _authentic(document: dict[str, Any], text: bytes) -> bool:
-    """Take the digest out of a document; whether it is that of the rest, and `text` is what we wrote, to the byte."""
+    """Take the digest out of a document; whether it fits the rest, and `text` is what we wrote, to the byte."""
     digest = document.pop("digest", None)
     try:
         return digest == _digest(_dump(document)) and text == _dump({**document, "digest": digest})

@@ -1,4 +1,4 @@
-"""Which engine carried a run's rounds out. A configuration may say "auto", and that is another one on each machine."""
+"""Which engine each of a run's rounds ran on. With engine = "auto" that differs from machine to machine."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ CUDA = "cuda"
 
 
 @dataclass(frozen=True)
-class Carrier:
-    """An engine, and the numbers of its activations and products."""
+class EngineUse:
+    """An engine, and the precision of its activations and products."""
 
     engine: str
     precision: str
@@ -28,54 +28,52 @@ class Carrier:
 
 @dataclass(frozen=True)
 class Span:
-    """Rounds in a row, the last one included, that one carrier carried out."""
+    """Rounds in a row, the last one included, on one engine."""
 
-    carrier: Carrier
+    use: EngineUse
     first: int
     last: int
 
     def to_json(self) -> dict[str, Any]:
         """Return it for files."""
-        return {"engine": self.carrier.engine, "precision": self.carrier.precision, "rounds": [self.first, self.last]}
+        return {"engine": self.use.engine, "precision": self.use.precision, "rounds": [self.first, self.last]}
 
 
-def carrier_of(session: Session, run: Path) -> Carrier:
-    """Return what carries the rounds of a run out in this process."""
+def engine_in_use(session: Session, run: Path) -> EngineUse:
+    """Return the engine that a run's rounds have in this process."""
     engine = DEVICES if is_deployed(run) else session.engine_name
-    return Carrier(engine, session.config.precision if engine == CUDA else "float32")
+    return EngineUse(engine, session.config.precision if engine == CUDA else "float32")
 
 
 def spans(timings: Iterable[Mapping[str, Any]]) -> tuple[Span, ...]:
-    """Return who carried out which rounds, by what is noted of each; rounds of earlier versions have no such note."""
+    """Return the engines of rounds, from the lines of timings.jsonl; those of earlier versions do not name one."""
     found: list[Span] = []
     for line in timings:
         if not {"engine", "precision"} <= line.keys():
             continue
-        carrier, number = Carrier(str(line["engine"]), str(line["precision"])), int(line["round"])
-        first = found.pop().first if found and found[-1].carrier == carrier else number
-        found.append(Span(carrier, first, number))
+        use, number = EngineUse(str(line["engine"]), str(line["precision"])), int(line["round"])
+        first = found.pop().first if found and found[-1].use == use else number
+        found.append(Span(use, first, number))
     return tuple(found)
 
 
 def spans_of(document: Iterable[Mapping[str, Any]]) -> tuple[Span, ...]:
     """Return the spans that a closing summary lists."""
-    return tuple(Span(Carrier(line["engine"], line["precision"]), *line["rounds"]) for line in document)
+    return tuple(Span(EngineUse(line["engine"], line["precision"]), *line["rounds"]) for line in document)
 
 
-def told(found: Sequence[Span]) -> str:
+def engines_text(found: Sequence[Span]) -> str:
     """Return `workers`, or `workers to round 20, then cuda, bfloat16` where a run has changed its engine."""
     *earlier, last = found
     before = [f"not recorded to round {found[0].first - 1}"] if found[0].first > 1 else []
-    return ", then ".join(
-        [*before, *(f"{span.carrier.text} to round {span.last}" for span in earlier), last.carrier.text]
-    )
+    return ", then ".join([*before, *(f"{span.use.text} to round {span.last}" for span in earlier), last.use.text])
 
 
-def change(found: Sequence[Span], now: Carrier) -> str | None:
+def change(found: Sequence[Span], now: EngineUse) -> str | None:
     """Return what to say where a run goes on with another engine than that of its last round."""
-    if not found or found[-1].carrier == now:
+    if not found or found[-1].use == now:
         return None
     return (
-        f"round {found[-1].last} was carried out by engine {found[-1].carrier.text}, and the run goes on with engine "
-        f"{now.text}: it rounds differently"
+        f"round {found[-1].last} ran on engine {found[-1].use.text}, and the run goes on with engine {now.text}, which "
+        "rounds differently"
     )

@@ -12,9 +12,9 @@ from fedprophet.storage.files import how_to_resume, make_folder, sync_folder, wr
 
 
 class Journal:
-    """A file of JSON lines that outlives a kill; call `truncate` before going on after one.
+    """A file of JSON lines that survives a kill; call `truncate` before going on after one.
 
-    A line counts once its end is written. Only the last one can lack it.
+    A line counts once its newline is written. Only the last one can lack it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -22,7 +22,7 @@ class Journal:
 
     @property
     def _advice(self) -> str:
-        """What to do where the file cannot be written; how a run goes on is known once it has begun."""
+        """What to do where the file cannot be written."""
         return (
             "The run's checkpoints are intact. Make room there or correct its permissions, then go on with: "
             f"{how_to_resume(self._path.parent)}"
@@ -46,7 +46,7 @@ class Journal:
         return [record for _, record in self._lines()]
 
     def truncate(self, round: int) -> None:
-        """Keep the lines of the rounds up to `round`; a torn last line goes as well."""
+        """Keep the lines of the rounds up to `round`, and drop a torn last line."""
         if self._path.exists():
             kept = b"".join(line for line, record in self._lines() if record["round"] <= round)
             if kept != self._path.read_bytes():
@@ -73,7 +73,7 @@ class Journal:
 
 
 def encode(record: Mapping[str, Any]) -> bytes:
-    """Return a record as a line: the order of its keys, no blanks, floats by their shortest exact digits."""
+    """Return a record as a line: keys in their order, no blanks, floats by their shortest exact digits."""
     if type(record.get("round")) is not int:
         raise TypeError("a record needs its round")
     return (json.dumps(_strict(record), separators=(",", ":"), allow_nan=False) + "\n").encode()
@@ -99,7 +99,7 @@ def _decode(line: bytes) -> dict[str, Any] | None:
 
 
 def _write_whole(file: int, line: bytes) -> None:
-    """Append a line; where the disk is full, take back the part of it that fitted."""
+    """Append a line; where the disk is full, remove the part that was written."""
     before = os.fstat(file).st_size
     try:
         rest = line

@@ -4,14 +4,27 @@ Each sign compares two attacks on the same samples. There is no sampling noise b
 difference counts from two samples and more than 1 % on.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from fedprophet.messages.task import ClientUpdate
+from torch import Tensor
+
+from fedprophet.attacks.names import attack_label, is_stepwise
+from fedprophet.messages.answers import Evaluated
+from fedprophet.runs.evaluator import AttackResult, Evaluator, threat_of
 from fedprophet.server.accuracy import wilson
+from fedprophet.threat import ThreatModel
 
 TOLERANCE = 0.01
 LEAST = 2
+CHECK_SAMPLES = 200
+"""The check with larger radii uses at most so many samples of the test set."""
+CHECK_STEPS = 20
+"""It takes at least so many steps: an attack of few steps cannot cross a large ball."""
+LARGER = 4
+"""The larger radius is so many times the run's own."""
+GREY = 0.5
+"""Within this radius every image in [0, 1] can be turned into the same grey one."""
 MEANING = "The model may hide its gradients; then accuracies under gradient attacks overstate its robustness."
 
 
@@ -26,20 +39,90 @@ class Tally:
         return f"{self.correct} of {self.samples} ({100 * self.correct / max(self.samples, 1):.1f} %)"
 
 
-def tally(updates: Sequence[ClientUpdate], metric: str = "adversarial") -> Tally:
+def tally(answers: Sequence[Evaluated]) -> Tally:
     """Return the plain sum over clients or parts of the test set."""
-    correct, samples = (sum(u.metrics.get(name, 0.0) for u in updates) for name in (metric, "samples"))
-    return Tally(int(correct), int(samples))
+    return Tally(sum(answer.adversarial for answer in answers), sum(answer.samples for answer in answers))
+
+
+@dataclass(frozen=True)
+class MaskingCheck:
+    """How an attack fared in larger balls: correct samples by radius, the run's own radius first."""
+
+    attack: str
+    radius: float
+    found: Mapping[float, Tally]
+
+    def warnings(self, chance: float) -> list[str]:
+        """Return the signs of gradient masking."""
+        label, usual = attack_label(self.attack), self.found[self.radius]
+        signs = [
+            larger_radius(label, self.radius, usual, radius, found)
+            for radius, found in self.found.items()
+            if radius != self.radius
+        ]
+        signs.append(beyond_chance(label, GREY, self.found[GREY], chance) if GREY in self.found else None)
+        return [sign for sign in signs if sign is not None]
+
+
+def check_masking(evaluator: Evaluator, attacks: Sequence[str]) -> dict[str, MaskingCheck]:
+    """Repeat the stepwise attacks on some test samples, in the run's own ball and in larger ones."""
+    possible = 0 < evaluator.session.config.attack.radius < 1
+    return {name: _check(evaluator, name) for name in attacks if possible and is_stepwise(name)}
+
+
+def _check(evaluator: Evaluator, attack: str) -> MaskingCheck:
+    name, threat = threat_of(evaluator.session, attack)
+    assert threat is not None
+    samples = min(evaluator.test_samples, CHECK_SAMPLES)
+    larger = sorted({min(LARGER * threat.radius, 1.0), GREY})
+    found = {}
+    for each in [threat, *(_widened(threat, radius) for radius in larger if radius > threat.radius)]:
+        what = f"{attack}, masking check, radius {each.radius:g}"
+        found[each.radius] = tally(evaluator.over_test_set(name, each, samples, what))
+    return MaskingCheck(attack, threat.radius, found)
+
+
+def _widened(threat: ThreatModel, radius: float) -> ThreatModel:
+    """Return the threat in a larger ball, with steps that can cross it."""
+    steps = max(threat.steps, CHECK_STEPS)
+    return replace(threat, radius=radius, steps=steps, step=2.5 * radius / steps)
+
+
+def masking_warnings(
+    labels: Tensor, results: Mapping[str, AttackResult], checks: Mapping[str, MaskingCheck]
+) -> dict[str, list[str]]:
+    """Return the signs of gradient masking by the attack they are about; `labels` are those of the test set."""
+    chance = float(labels.bincount().max()) / len(labels)
+    return {
+        name: [*_between_attacks(name, results), *(checks[name].warnings(chance) if name in checks else ())]
+        for name in results
+    }
+
+
+def _between_attacks(name: str, results: Mapping[str, AttackResult]) -> list[str]:
+    """Compare an attack of several components with its own black-box part, and with the stepwise attacks."""
+    signs = []
+    for where, answers in {"personalised": results[name].clients, "global": results[name].test}.items():
+        if not any(answer.broken for answer in answers):
+            continue
+        signs.append(black_box_alone(attack_label(name), where, answers))
+        for other in filter(is_stepwise, results):
+            weak = tally(results[other].clients if where == "personalised" else results[other].test)
+            signs.append(weaker_than(attack_label(name), tally(answers), attack_label(other), weak, where))
+    return [sign for sign in signs if sign is not None]
+
+
+# The signs -----------------------------------------------------------------------------------------------------------
 
 
 def _clear(difference: int, samples: int) -> bool:
     return difference >= LEAST and difference > TOLERANCE * samples
 
 
-def black_box_alone(attack: str, where: str, updates: Sequence[ClientUpdate]) -> str | None:
+def black_box_alone(attack: str, where: str, answers: Sequence[Evaluated]) -> str | None:
     """Square sees no gradient: what it breaks after gradient attacks have failed speaks against the gradients."""
-    left = tally(updates)
-    broken = tally(updates, "broken:square").correct
+    left = tally(answers)
+    broken = sum(answer.broken.get("square", 0) for answer in answers)
     if not _clear(broken, left.samples):
         return None
     return (

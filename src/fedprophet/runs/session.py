@@ -18,30 +18,29 @@ from fedprophet.client.layer_store import ClientStore
 from fedprophet.client.workspace import Workspace
 from fedprophet.config.config import Config
 from fedprophet.data.dataset import Dataset
-from fedprophet.data.shards import ShardSettings
-from fedprophet.engines import Parts, chosen_engine, cores, make_engine, threads_of
+from fedprophet.engines import EngineParts, chosen_engine, cores, make_engine, threads_of
 from fedprophet.errors import ConfigError, FedProphetError, ModelError
 from fedprophet.fleet.availability import Availability
 from fedprophet.fleet.device import load_pool
 from fedprophet.fleet.population import Population
 from fedprophet.messages.modules import ModuleStore
-from fedprophet.messages.task import BACKBONE
+from fedprophet.messages.values import BACKBONE
 from fedprophet.methods import find_method
-from fedprophet.methods.base import Architecture, Method, World
+from fedprophet.methods.base import Method
+from fedprophet.methods.distillation import DistillationSettings
+from fedprophet.methods.world import Architecture, World
 from fedprophet.models.normalize import Normalize
 from fedprophet.models.weights import load_weights
 from fedprophet.randomness import global_rng
 from fedprophet.server.coordinator import Engine
+from fedprophet.settings.values import CUSTOM
 from fedprophet.sizes import parse_budget
-
-CUSTOM = "custom"
-"""The name that a configuration gives to a model or dataset that was handed over in Python."""
 
 CACHE_MEMORY = 2 * 10**9
 CACHE_DISK = 20 * 10**9
 LAYERS_MEMORY = 500 * 10**6
 
-EngineMaker = Callable[[Parts], Engine]
+EngineMaker = Callable[[EngineParts], Engine]
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class Session:
     """What the user should know before training begins, such as which starting weights were loaded."""
 
     def close(self) -> None:
-        """Let go of cached features and of what the engine holds, such as processes; both come again when needed."""
+        """Free the cached features and what the engine holds, such as processes; they are made again when needed."""
         self.features.clear()
         close = getattr(self.engine, "close", None)
         if close is not None:
@@ -81,87 +80,77 @@ def assemble(
 ) -> Session:
     """Build a session; `clients` is the folder where the clients' own layers are kept (None: in memory).
 
-    `engine` makes the engine of the parts; where Flower has started the run, that is one that uses its connections.
+    `model` and `dataset` replace those that the configuration names. `engine` makes the run's engine; where Flower has
+    started the run, it is one that uses Flower's connections.
     """
-    # Resolved here: while it is assembled torch may have another number of threads.
-    threads = cores(config)
+    # Resolved here: within the block torch may have another number of threads.
+    resolved = config.model_copy(update={"threads": cores(config)})
     with threads_of(config):
-        return _assembled(config, threads, clients, _Given(model, dataset, engine))
+        dataset = load_dataset(config, dataset)
+        layers, features = ClientStore(clients, LAYERS_MEMORY), FeatureCache(CACHE_MEMORY, CACHE_DISK)
+        side = assemble_client(config, dataset, features, layers, model)
+        world, budget = _world(config, dataset, side)
+        return Session(
+            config=config,
+            dataset=dataset,
+            population=side.population,
+            world=world,
+            method=find_method(config.method).method(world),
+            engine=engine(EngineParts(side.population, side.workspaces, budget, resolved, dataset, clients)),
+            engine_name=chosen_engine(resolved),
+            layers=layers,
+            features=features,
+            initial_local=side.workspaces[BACKBONE].initial,
+            normalize=side.normalize,
+            budget=budget,
+            notes=side.notes,
+        )
 
 
-class _Given(NamedTuple):
-    """What takes the place of that which the configuration names."""
-
-    model: nn.Module | Chain | None
-    dataset: Dataset | None
-    engine: EngineMaker
-
-
-def _assembled(config: Config, threads: int, clients: Path | None, given: _Given) -> Session:
-    with _about("method"):
-        method = find_method(config.method)
-    dataset = load_dataset(config, given.dataset)
-    population = _population(config, dataset, method.distills)
-    chain, normalize, notes = _start(config, dataset, given.model)
-    cost = _cost(config, chain, dataset)
+def _world(config: Config, dataset: Dataset, side: "ClientSide") -> tuple[World, int]:
+    """Return the server's side of a run, and the memory budget in bytes."""
+    own = side.workspaces[BACKBONE]
+    cost = _cost(config, own.chain, dataset)
     budget = parse_budget(config.memory.budget, cost.total_memory)
     with _about(f"memory.budget = {config.memory.budget}"):
-        modules = partition(cost, budget if method.cascade else cost.total_memory)
-    layers = ClientStore(clients, LAYERS_MEMORY)
-    features = FeatureCache(CACHE_MEMORY, CACHE_DISK)
-    frozen = ModuleStore()
-    members, family_notes = _family(config, dataset, chain, normalize) if method.distills else ({}, ())
+        modules = partition(cost, budget if find_method(config.method).cascade else cost.total_memory)
     family = {
-        name: Architecture(member, cost if member is chain else _cost(config, member, dataset))
-        for name, member in members.items()
+        name: Architecture(chain, cost if chain is own.chain else _cost(config, chain, dataset))
+        for name, chain in side.family.items()
     }
-    world = World(config, chain, cost, modules, population, frozen, family)
-    workspaces = _workspaces({BACKBONE: chain, **members}, dataset, frozen, layers, features)
-    algorithm = method.method(world)
-    resolved = config.model_copy(update={"threads": threads})
-    engine = given.engine(Parts(population, workspaces, budget, resolved, dataset, clients))
-    return Session(
-        config=config,
-        dataset=dataset,
-        population=population,
-        world=world,
-        method=algorithm,
-        engine=engine,
-        engine_name=chosen_engine(resolved),
-        layers=layers,
-        features=features,
-        initial_local=workspaces[BACKBONE].initial,
-        normalize=normalize,
-        budget=budget,
-        notes=(*notes, *family_notes),
-    )
+    return World(config, own.chain, cost, modules, side.population, own.modules, family), budget
 
 
-class ClientParts(NamedTuple):
-    """What a process needs that carries out clients' tasks and nothing else."""
+class ClientSide(NamedTuple):
+    """What clients' tasks are carried out with. `family` are the models that they train instead of the run's own."""
 
     population: Population
     workspaces: Mapping[str, Workspace]
+    family: Mapping[str, Chain]
+    normalize: Normalize
+    notes: tuple[str, ...]
 
 
-def assemble_client(config: Config, dataset: Dataset, features: FeatureCache) -> ClientParts:
-    """Build the client's side of a run from its configuration. Clients' own layers stay in memory at first."""
+def assemble_client(
+    config: Config,
+    dataset: Dataset,
+    features: FeatureCache,
+    layers: ClientStore | None = None,
+    model: nn.Module | Chain | None = None,
+) -> ClientSide:
+    """Build the clients' side of a run. Without `layers`, their own layers stay in memory."""
     with _about("method"):
         method = find_method(config.method)
-    chain, normalize, _ = _start(config, dataset, None)
-    members, _ = _family(config, dataset, chain, normalize) if method.distills else ({}, ())
-    layers, frozen = ClientStore(None, LAYERS_MEMORY), ModuleStore()
-    workspaces = _workspaces({BACKBONE: chain, **members}, dataset, frozen, layers, features)
-    return ClientParts(_population(config, dataset, method.distills), workspaces)
-
-
-def _workspaces(
-    chains: Mapping[str, Chain], dataset: Dataset, modules: ModuleStore, layers: ClientStore, features: FeatureCache
-) -> dict[str, Workspace]:
-    return {
-        name: Workspace(chain, dataset.shape, dataset.classes, modules, layers, features)
-        for name, chain in chains.items()
+    population = _population(config, dataset, method.distills)
+    chain, normalize, notes = _start(config, dataset, model)
+    family, more = _family(config, dataset, chain, normalize) if method.distills else ({}, ())
+    frozen = ModuleStore()
+    layers = ClientStore(None, LAYERS_MEMORY) if layers is None else layers
+    workspaces = {
+        name: Workspace(member, dataset.shape, dataset.classes, frozen, layers, features)
+        for name, member in {BACKBONE: chain, **family}.items()
     }
+    return ClientSide(population, workspaces, family, normalize, (*notes, *more))
 
 
 def load_dataset(config: Config, given: Dataset | None = None) -> Dataset:
@@ -171,34 +160,28 @@ def load_dataset(config: Config, given: Dataset | None = None) -> Dataset:
     if config.data.name == CUSTOM:
         raise ConfigError(_handed_over("data"))
     settings = config.data
-    return data.load(
-        settings.name,
-        settings.root or None,
-        size=settings.size or None,
-        test_per_class=settings.test_per_class or None,
-        cache=settings.cache or None,
-    )
+    return data.load(settings.name, settings.root or None, **settings.options)
 
 
 def _population(config: Config, dataset: Dataset, distills: bool) -> Population:
-    shards, fleet = config.shards, config.fleet
+    fleet = config.fleet
     with _about("fleet.pool"):
         pool = load_pool(fleet.pool)
     return Population(
         dataset,
-        ShardSettings(shards.kind, shards.classes_per_client, shards.iid_fraction, shards.concentration),
+        config.shards,
         pool,
         config.seed,
         config.population.clients,
         availability=Availability(fleet.performance, fleet.performance_floor, fleet.memory_share),
         exponent=fleet.exponent,
         validation=config.data.validation,
-        public=config.public_samples(len(dataset.test)) if distills else 0,
+        public=config.of(DistillationSettings).public_samples(len(dataset.test)) if distills else 0,
     )
 
 
 class _Start(NamedTuple):
-    """The model that a run starts with: its chain, how it normalises its input, and what there is to say about it."""
+    """The model that a run starts with: its chain, how it normalises its input, and notes about its weights."""
 
     chain: Chain
     normalize: Normalize
@@ -242,7 +225,7 @@ def _family(
     """Return the models that clients of little memory train instead, smallest first, the run's own one last."""
     name = config.model.name
     with _about("distillation.family"):
-        names = tuple(config.distillation.family) or models.family_of(name)
+        names = tuple(config.of(DistillationSettings).family) or models.family_of(name)
     if names[-1] != name:
         raise ConfigError(f"distillation.family: it must end with model.name = {name!r}, and ends with {names[-1]!r}")
     twice = sorted({member for member in names if names.count(member) > 1})

@@ -1,16 +1,20 @@
-"""Accuracies as the paper reports them, from the counts that clients send, and how far they can be trusted."""
+"""Accuracies as the paper reports them, from the counts that clients send, with confidence intervals."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from fedprophet.messages.task import ClientUpdate
-from fedprophet.server.rejections import LARGEST_COUNT, weight_fault
+from fedprophet.messages.answers import Evaluated
+from fedprophet.server.coordinator import Record
+from fedprophet.server.rejections import LARGEST_COUNT, reject, weight_fault
 
 Z = 1.959963984540054
 """The normal quantile of a two-sided 95 % interval."""
 
 Interval = tuple[float, float]
+Inputs = Literal["clean", "adversarial"]
+"""The inputs that an accuracy is about."""
 
 
 @dataclass(frozen=True)
@@ -31,18 +35,31 @@ class Estimate:
     interval: Interval
 
 
-def personalised(updates: Sequence[ClientUpdate]) -> Accuracy:
+def note_accuracy(answers: Sequence[Evaluated], asked: int, record: Record) -> Accuracy | None:
+    """Return the personalised accuracy of a round and note it; None where missing answers leave no sample."""
+    faults = {answer.client: reason for answer in answers if (reason := evaluation_fault(answer)) is not None}
+    if faults:
+        reject(record, faults)
+    sound = [answer for answer in answers if answer.client not in faults]
+    accuracy = personalised(sound)
+    if not accuracy.samples and len(sound) < asked:
+        return None
+    record |= {"clean": accuracy.clean, "adversarial": accuracy.adversarial, "samples": accuracy.samples}
+    return accuracy
+
+
+def personalised(updates: Sequence[Evaluated]) -> Accuracy:
     """Return the mean, weighted by shard size, of each client's accuracy on its own held-out samples.
 
     A client without held-out samples has no accuracy and does not count. With one update this is its plain accuracy.
     """
     counted = _counted(updates)
-    samples = int(sum(u.metrics["samples"] for u in counted))
+    samples = sum(u.samples for u in counted)
     return Accuracy(_weighted(counted, "clean"), _weighted(counted, "adversarial"), samples)
 
 
-def personalised_estimate(updates: Sequence[ClientUpdate], metric: str) -> Estimate:
-    """Return the personalised accuracy of one metric with its stratified interval, p ± 1.96 s, cut to [0, 1].
+def personalised_estimate(updates: Sequence[Evaluated], inputs: Inputs) -> Estimate:
+    """Return the personalised accuracy on one kind of inputs with its stratified interval, p ± 1.96 s, cut to [0, 1].
 
     Client k of weight w_k (its share of all shards) got x_k of n_k samples right. Clients are independent strata, so
 
@@ -52,21 +69,21 @@ def personalised_estimate(updates: Sequence[ClientUpdate], metric: str) -> Estim
     have no variance, however few samples it has. The clients asked are taken as given, not as a sample of all clients.
     """
     counted = _counted(updates)
-    samples = int(sum(u.metrics["samples"] for u in counted))
+    samples = sum(u.samples for u in counted)
     if not counted:
         return Estimate(0.0, 0, (0.0, 1.0))
     total, variance = sum(u.weight for u in counted), 0.0
     for update in counted:
-        right, n = update.metrics.get(metric, 0.0), update.metrics["samples"]
+        right, n = _right(update, inputs), update.samples
         centre = (right + Z**2 / 2) / (n + Z**2)
         variance += (update.weight / total) ** 2 * centre * (1 - centre) / n
-    value, reach = _weighted(counted, metric), Z * math.sqrt(variance)
+    value, reach = _weighted(counted, inputs), Z * math.sqrt(variance)
     return Estimate(value, samples, (max(0.0, value - reach), min(1.0, value + reach)))
 
 
-def pooled_estimate(updates: Sequence[ClientUpdate], metric: str) -> Estimate:
-    """Return the plain accuracy of one metric over all samples, with Wilson's interval."""
-    right, samples = (int(sum(u.metrics.get(name, 0.0) for u in updates)) for name in (metric, "samples"))
+def pooled_estimate(updates: Sequence[Evaluated], inputs: Inputs) -> Estimate:
+    """Return the plain accuracy on one kind of inputs over all samples, with Wilson's interval."""
+    right, samples = sum(_right(u, inputs) for u in updates), sum(u.samples for u in updates)
     return Estimate(right / samples if samples else 0.0, samples, wilson(right, samples))
 
 
@@ -80,32 +97,34 @@ def wilson(right: int, samples: int) -> Interval:
     p, scale = right / samples, 1 + Z**2 / samples
     centre = (p + Z**2 / (2 * samples)) / scale
     reach = Z * math.sqrt(p * (1 - p) / samples + Z**2 / (4 * samples**2)) / scale
-    # At 0 and 1 the end is exactly there; rounding would leave it a little beside.
+    # At 0 and 1 the end is exact; rounding would move it a little.
     return (0.0 if right == 0 else centre - reach), (1.0 if right == samples else centre + reach)
 
 
-def evaluation_fault(update: ClientUpdate) -> str | None:
+def evaluation_fault(update: Evaluated) -> str | None:
     """Return why an evaluation cannot be counted, or None where it can."""
-    samples = update.metrics.get("samples")
-    if samples is None or not 0 <= samples <= LARGEST_COUNT:
-        return "its evaluation has no number of samples" if samples is None else f"it evaluated {samples} samples"
-    impossible = weight_fault(update.weight)
-    if impossible:
-        return impossible
-    for name in ("clean", "adversarial"):
-        right = update.metrics.get(name, 0.0)
+    samples = update.samples
+    if not 0 <= samples <= LARGEST_COUNT:
+        return f"it evaluated {samples} samples"
+    if reason := weight_fault(update.weight):
+        return reason
+    for name, right in (("clean", update.clean), ("adversarial", update.adversarial)):
         if not 0 <= right <= samples:
-            return f"its evaluation has {right} of {samples:g} samples right ({name})"
+            return f"its evaluation has {right} of {samples} samples right ({name})"
     return None
 
 
-def _counted(updates: Sequence[ClientUpdate]) -> list[ClientUpdate]:
-    counted = [u for u in updates if evaluation_fault(u) is None and u.metrics["samples"] > 0]
+def _right(update: Evaluated, inputs: Inputs) -> int:
+    return update.clean if inputs == "clean" else update.adversarial
+
+
+def _counted(updates: Sequence[Evaluated]) -> list[Evaluated]:
+    counted = [u for u in updates if evaluation_fault(u) is None and u.samples > 0]
     return counted if sum(update.weight for update in counted) > 0 else []
 
 
-def _weighted(counted: Sequence[ClientUpdate], metric: str) -> float:
+def _weighted(counted: Sequence[Evaluated], inputs: Inputs) -> float:
     if not counted:
         return 0.0
-    shares = (u.weight * u.metrics.get(metric, 0.0) / u.metrics["samples"] for u in counted)
+    shares = (u.weight * _right(u, inputs) / u.samples for u in counted)
     return sum(shares) / sum(u.weight for u in counted)

@@ -1,60 +1,88 @@
-"""Partial average (Section 6.4, Eq. 16 and 17), and which updates may enter it."""
+"""Aggregation (Section 6.4): which of a round's updates can be used, and how they become the next model.
+
+`Aggregator.aggregate` is all of it, top to bottom. The average itself is a rule, one file each in `server.rules`.
+"""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fedprophet.messages.task import ClientTask, ClientUpdate
-from fedprophet.server.rejections import some_names, weight_fault
+from fedprophet.messages.answers import Trained
+from fedprophet.messages.tasks import Train
+from fedprophet.server.coordinator import Record
+from fedprophet.server.rejections import reject, some_names, weight_fault
+from fedprophet.server.rules.mean import MEAN_OF_CLIENTS, partial_average
+from fedprophet.server.rules.registry import Join, Parameters
 
-Parameters = Mapping[str, Tensor]
+ExpectedLayers = Callable[[Train], Parameters]
+"""Returns the client's own layers that must come with a task's update: tensors of the expected shapes and types."""
 
 
-def partial_average(current: Parameters, updates: Iterable[tuple[float, Parameters]]) -> dict[str, Tensor]:
-    """Average each parameter over those who sent it; what nobody sent stays.
+@dataclass(frozen=True)
+class Aggregator:
+    """How a run joins updates: by which rule, and only where at least `minimum` of a round can be used.
 
-    w_n ← Σ_{k∈S_n} q_k w_{n,k} / Σ_{k∈S_n} q_k. A client sends the modules m … M_k and the head of M_k alone, so the
-    clients that sent a module's parameter are S_n (Eq. 16) and those that sent a head's are K_n (Eq. 17). The sum is
-    taken in the order given, in float64, so that the result depends on nothing but its inputs.
+    `averaged` says in words what the rule makes of clients' norm layers.
     """
-    sums: dict[str, Tensor] = {}
-    weights: dict[str, float] = {}
-    types: dict[str, torch.dtype] = {}
-    for weight, parameters in updates:
-        for name, value in parameters.items():
-            term = value.detach().to(torch.float64) * weight
-            sums[name] = sums[name] + term if name in sums else term
-            weights[name] = weights.get(name, 0.0) + weight
-            types.setdefault(name, current.get(name, value).dtype)
-    # What nobody has yet (statistics that only some clients keep) comes in as it was sent.
-    averaged = {name: (total / weights[name]).to(types[name]) for name, total in sums.items()}
-    return {**current, **averaged}
+
+    join: Join = partial_average
+    minimum: int = 1
+    averaged: str = MEAN_OF_CLIENTS
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether the rule is the paper's plain mean."""
+        return self.join is partial_average
+
+    def aggregate(
+        self, current: Parameters, tasks: Sequence[Train], updates: Sequence[Trained], record: Record
+    ) -> Parameters | None:
+        """Return the parameters after a round; None where too few updates can be used."""
+        usable = self.usable(tasks, updates, record)
+        return self.join(current, [(update.weight, update.parameters) for update in usable]) if usable else None
+
+    def usable(
+        self,
+        tasks: Sequence[Train],
+        updates: Sequence[Trained],
+        record: Record,
+        expected: ExpectedLayers | None = None,
+    ) -> list[Trained]:
+        """Return the updates that can be joined, none where they are too few; note the others and the mean loss."""
+        usable, rejected = split_usable(tasks, updates, expected)
+        reject(record, rejected)
+        record["loss"] = weighted_mean([(update.weight, update.loss) for update in usable]) if usable else None
+        if len(usable) >= self.minimum:
+            return usable
+        if self.minimum > 1:
+            record["too_few"] = {"usable": len(usable), "minimum": self.minimum}
+        return []
 
 
-def mean_metric(updates: Sequence[ClientUpdate], metric: str) -> float:
-    """Return a metric's mean over clients, weighted by q_k."""
-    total = sum(update.weight for update in updates)
-    mean = sum(update.weight * update.metrics[metric] for update in updates) / total
-    if math.isfinite(mean):
-        return mean
-    # The mean of finite numbers is finite, though their sum may not be.
-    return sum(update.weight / total * update.metrics[metric] for update in updates)
+def split_usable(
+    tasks: Iterable[Train], updates: Iterable[Trained], expected: ExpectedLayers | None = None
+) -> tuple[list[Trained], dict[int, str]]:
+    """Split updates into those that can be joined, in client order, and the reasons against the others, by client."""
+    asked = {task.client: task for task in tasks}
+    usable: list[Trained] = []
+    rejected: dict[int, str] = {}
+    for update in sorted(updates, key=lambda update: update.client):
+        task = asked.get(update.client)
+        reason = "it was not asked" if task is None else update_fault(task, update, expected(task) if expected else {})
+        if reason is None:
+            usable.append(update)
+        else:
+            rejected[update.client] = reason
+    return usable, rejected
 
 
-Layers = Callable[[ClientTask], Parameters]
-"""Says which of its own layers a client has to send with a task's update: tensors of their shapes and types."""
-
-
-def fault(task: ClientTask, update: ClientUpdate, layers: Parameters | None = None) -> str | None:
-    """Return why an update cannot be averaged, or None where it can; `layers` are those of its own that it must send.
-
-    A client says with its loss whether its training diverged, so that one without a loss cannot be trusted either.
-    """
-    loss = update.metrics.get("loss")
-    if loss is None or not math.isfinite(loss):
-        return "it has no loss" if loss is None else f"its loss is {loss}"
+def update_fault(task: Train, update: Trained, layers: Parameters) -> str | None:
+    """Return why an update cannot be joined, or None where it can; `layers` are the client's own that it must send."""
+    if not math.isfinite(update.loss):  # a client says with its loss whether its training diverged
+        return f"its loss is {update.loss}"
     if update.weight == 0 or weight_fault(update.weight):
         return f"its weight is {update.weight}"
     foreign, lacking = set(update.parameters) - set(task.parameters), set(task.parameters) - set(update.parameters)
@@ -62,13 +90,13 @@ def fault(task: ClientTask, update: ClientUpdate, layers: Parameters | None = No
         return f"it sent parameters that were not asked for: {some_names(foreign)}"
     if lacking:
         return f"it lacks parameters that were asked for: {some_names(lacking)}"
-    missing = set(layers or ()) - set(update.local)
+    missing = set(layers) - set(update.local)
     if missing:
         return f"it lacks layers of its own that were asked for: {some_names(missing)}"
-    return _misfit({**(layers or {}), **task.parameters}, {**update.local, **update.parameters})
+    return _tensor_fault({**layers, **task.parameters}, {**update.local, **update.parameters})
 
 
-def _misfit(asked: Parameters, sent: Parameters) -> str | None:
+def _tensor_fault(asked: Parameters, sent: Parameters) -> str | None:
     """Return which tensor has another shape or type than was asked for, or is not finite."""
     pairs = [(name, value, asked[name]) for name, value in sent.items() if name in asked]
     for name, value, like in pairs:
@@ -80,12 +108,9 @@ def _misfit(asked: Parameters, sent: Parameters) -> str | None:
     written = {**sent, **{name: value.to(like.dtype) for name, value, like in pairs}}
     if all_finite(written.values()):
         return None
-    return next(f"{name} is not finite{_wider(sent[name])}" for name, v in written.items() if not all_finite([v]))
-
-
-def _wider(value: Tensor) -> str:
-    """Say where a tensor is finite as it was sent, and only too large for the model's type."""
-    return " in the model's type" if all_finite([value]) else ""
+    name = next(name for name, value in written.items() if not all_finite([value]))
+    too_large = " in the model's type" if all_finite([sent[name]]) else ""
+    return f"{name} is not finite{too_large}"
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
@@ -96,18 +121,11 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     return all(bool(torch.stack(found).all()) for found in flags.values())
 
 
-def sift(
-    tasks: Iterable[ClientTask], updates: Iterable[ClientUpdate], layers: Layers | None = None
-) -> tuple[list[ClientUpdate], dict[int, str]]:
-    """Split what came back into the updates that can be averaged, in client order, and the reasons of the others."""
-    asked = {task.client: task for task in tasks}
-    usable: list[ClientUpdate] = []
-    dropped: dict[int, str] = {}
-    for update in sorted(updates, key=lambda update: update.client):
-        task = asked.get(update.client)
-        reason = "it was not asked" if task is None else fault(task, update, layers(task) if layers else None)
-        if reason is None:
-            usable.append(update)
-        else:
-            dropped[update.client] = reason
-    return usable, dropped
+def weighted_mean(values: Sequence[tuple[float, float]]) -> float:
+    """Return the mean of numbers, each given with its weight."""
+    total = sum(weight for weight, _ in values)
+    mean = sum(weight * value for weight, value in values) / total
+    if math.isfinite(mean):
+        return mean
+    # The mean of finite numbers is finite, though their sum may not be.
+    return sum(weight / total * value for weight, value in values)

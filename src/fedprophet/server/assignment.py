@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from fedprophet.cascade.cost import ChainCost
 from fedprophet.cascade.partition import Module
-from fedprophet.messages.task import Resources
+from fedprophet.messages.values import Resources
 
 
 def last_module(cost: ChainCost, modules: Sequence[Module], stage: int, resources: Resources, slowest: float) -> int:

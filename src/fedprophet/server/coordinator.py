@@ -3,32 +3,40 @@
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from fedprophet.messages.task import ClientTask, ClientUpdate
+from fedprophet.messages.answers import ANSWERS, Answer
+from fedprophet.messages.tasks import Task
 
-State = TypeVar("State")
+T = TypeVar("T")
+A = TypeVar("A", bound=Answer)
 Record = dict[str, Any]
-Conversation = Generator[Sequence[ClientTask], Sequence[ClientUpdate], tuple[State, Record]]
-"""A round as a method writes it: it yields tasks, is handed what came back, and returns the next state and a record."""
+Conversation = Generator[Sequence[Task], Sequence[Answer], T]
+"""A round, or a part of one, as a method writes it: it yields tasks, is handed the answers, and returns its result."""
+
+
+def ask(tasks: Sequence[Task], kind: type[A]) -> Conversation[list[A]]:
+    """Ask for the tasks and return their answers, which are all of one kind. Who did not answer is left out."""
+    answers = yield tasks
+    return [answer for answer in answers if isinstance(answer, kind)]
 
 
 class Engine(Protocol):
-    """Carries tasks to clients and brings their updates back, in any order. Who does not answer is left out."""
+    """Carries tasks to clients and brings their answers back, in any order. Who does not answer is left out."""
 
-    def map(self, tasks: Iterable[ClientTask]) -> Iterator[ClientUpdate]: ...
+    def map(self, tasks: Iterable[Task]) -> Iterator[Answer]: ...
 
 
 @runtime_checkable
 class Accountant(Protocol):
     """An engine that keeps accounts, such as the bytes that it sent: `account` returns those since it was last asked.
 
-    They are laid over a round's record. Known are `wire`, a table of bytes `sent` and `received` and of those that
+    They are added to a round's record. Known are `wire`, a table of bytes `sent` and `received` and of those that
     joint training would have moved (`jfat`), and `faults`, the reasons of the clients that failed.
     """
 
     def account(self) -> Record: ...
 
 
-def hold(conversation: Conversation[State], engine: Engine) -> tuple[State, Record]:
+def play_round(conversation: Conversation[tuple[T, Record]], engine: Engine) -> tuple[T, Record]:
     """Play a method's round on an engine and return its new state and its line for the journal.
 
     A method sees each answer that it asked for at most once, in client order. Where clients did not answer, or others
@@ -51,21 +59,20 @@ class _Attendance:
     def __init__(self) -> None:
         self._notes: dict[str, dict[str, set[int]]] = {"missing": {}, "unasked": {}}
 
-    def check(self, tasks: Iterable[ClientTask], updates: Iterable[ClientUpdate]) -> list[ClientUpdate]:
+    def check(self, tasks: Iterable[Task], answers: Iterable[Answer]) -> list[Answer]:
         """Return the answers that were waited for, by client and number."""
         asked = {(task.client, task.number): task for task in tasks}
-        answers: dict[tuple[int, int], ClientUpdate] = {}
-        for update in updates:
-            name = (update.client, update.number)
-            task = asked.get(name)
-            if task is None or name in answers or (task.kind, task.round) != (update.kind, update.round):
-                self._note("unasked", update.kind, update.client)
+        found: dict[tuple[int, int], Answer] = {}
+        for answer in answers:
+            name = (answer.client, answer.number)
+            if name in asked and name not in found and answers_to(answer, asked[name]):
+                found[name] = answer
             else:
-                answers[name] = update
+                self._note("unasked", answer.kind, answer.client)
         for name, task in asked.items():
-            if name not in answers:
+            if name not in found:
                 self._note("missing", task.kind, task.client)
-        return [answers[name] for name in sorted(answers)]
+        return [found[name] for name in sorted(found)]
 
     def record(self) -> Record:
         """Return what there is to say: nothing, where everybody answered."""
@@ -77,3 +84,8 @@ class _Attendance:
 
     def _note(self, what: str, kind: str, client: int) -> None:
         self._notes[what].setdefault(kind, set()).add(client)
+
+
+def answers_to(answer: Answer, task: Task) -> bool:
+    """Whether an answer is of the kind and the round of a task."""
+    return type(answer) is ANSWERS[task.kind] and answer.round == task.round

@@ -1,26 +1,35 @@
 """Why a client's answer cannot be used, in words that fit a journal whatever the client has sent."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+
+from fedprophet.server.coordinator import Record
 
 LARGEST_COUNT = 2.0**53
-"""Up to here a float counts one by one: nobody has more samples, and sums over clients stay finite."""
+"""Up to here a float holds every whole number. No client has more samples, and sums over clients stay finite."""
 LONGEST_REASON, LONGEST_NAME, NAMES_SHOWN = 500, 60, 5
 
 
+def reject(record: Record, reasons: Mapping[int, str]) -> None:
+    """Note why clients' answers were not used; the first reason of a client in a round stays."""
+    earlier = record.get("dropped", {})
+    new = {str(client): plain_reason(reason) for client, reason in reasons.items() if str(client) not in earlier}
+    record["dropped"] = {**earlier, **new}
+
+
 def weight_fault(weight: float) -> str | None:
-    """Return why a weight, the size of a client's shard, cannot be one; an empty shard has the weight 0."""
+    """Return why a weight, the size of a client's shard, is impossible; an empty shard has the weight 0."""
     return None if 0 <= weight <= LARGEST_COUNT else f"its weight is {weight}"
 
 
 def some_names(names: Iterable[str]) -> str:
-    """Return names as a list: all of a few, or the first of many and how many there are besides."""
+    """Return a list of names: all of them if they are few, else the first ones and how many more there are."""
     ordered = sorted(names)
     more = len(ordered) - NAMES_SHOWN
     return f"{[_cut(name, LONGEST_NAME) for name in ordered[:NAMES_SHOWN]]}" + (f" and {more} more" if more > 0 else "")
 
 
 def plain_reason(text: str) -> str:
-    """Return a reason as it may be written and shown: of bounded length, and with no character that acts."""
+    """Return a reason that is safe to write and show: of bounded length, without control characters."""
     return "".join(c if c.isprintable() else "?" for c in _cut(text, LONGEST_REASON))
 
 

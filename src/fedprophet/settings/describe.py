@@ -1,20 +1,21 @@
-"""What a table of pydantic models says of itself: error texts, TOML with comments, a reference page.
+"""Text made from settings: error messages, TOML with comments, a reference page.
 
-A model holds keys and, one level down, sections; a key's type, limits and description are its only source.
+A model holds keys and, one level down, sections. Every text comes from a key's type, limits and description.
 """
 
 import re
 import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+import tomlkit
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from fedprophet.errors import unknown
-from fedprophet.settings.toml import shown, toml_value
+from fedprophet.settings.toml import shown, toml_item
+from fedprophet.settings.values import Allowed, OneOf
 
 Model = type[BaseModel]
 Fields = Mapping[str, FieldInfo]
@@ -27,14 +28,6 @@ _KINDS: Mapping[object, tuple[str, str]] = {
 }
 _HINT = re.compile(r"\.( Did you mean '[^']*'\?)? Known:")
 _BOUNDS = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below"}
-
-
-@dataclass(frozen=True)
-class Allowed:
-    """Put into `Annotated`: what a type of one's own is, and what it accepts, in words."""
-
-    kind: str
-    text: str
 
 
 def section_of(field: FieldInfo) -> Model | None:
@@ -53,7 +46,14 @@ def tables(model: Model) -> Iterator[tuple[str, Model, Fields]]:
             yield name, section, section.model_fields
 
 
-def allowed(field: FieldInfo) -> str:
+def choices(field: FieldInfo) -> Mapping[str, str]:
+    """Return the names that a key accepts, each with its line of help; {} if it takes other values too."""
+    if get_origin(field.annotation) is Literal:
+        return dict.fromkeys(get_args(field.annotation), "")
+    return next((mark.choices() for mark in field.metadata if isinstance(mark, OneOf)), {})
+
+
+def _allowed(field: FieldInfo) -> str:
     """Return what a key accepts, in words."""
     return "a table" if section_of(field) else _describe(field.annotation, field.metadata)[1]
 
@@ -63,6 +63,8 @@ def _describe(annotation: object, metadata: Sequence[object]) -> tuple[str, str]
     for mark in metadata:
         if isinstance(mark, Allowed):
             return mark.kind, mark.text
+        if isinstance(mark, OneOf):
+            return "text", ", ".join(map(shown, mark.choices()))
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         marks = [inner for mark in parts[1:] for inner in (mark.metadata if isinstance(mark, FieldInfo) else [mark])]
@@ -71,10 +73,10 @@ def _describe(annotation: object, metadata: Sequence[object]) -> tuple[str, str]
         kinds, texts = zip(*(_describe(part, ()) for part in parts), strict=True)
         return " or ".join(kinds), " or ".join(texts)
     if origin is Literal:
-        return "text", ", ".join(map(toml_value, parts))
+        return "text", ", ".join(map(shown, parts))
     kind, text = _KINDS[annotation]
     pairs = ((words, getattr(mark, name, None)) for mark in metadata for name, words in _BOUNDS.items())
-    limits = " and ".join(f"{words} {toml_value(limit)}" for words, limit in pairs if limit is not None)
+    limits = " and ".join(f"{words} {shown(limit)}" for words, limit in pairs if limit is not None)
     return kind, f"{text} {limits}".strip()
 
 
@@ -90,7 +92,7 @@ def misfit(key: str, given: object, allowed: str, origin: str = "") -> str:
 def explain(
     error: ValidationError, model: Model, data: Mapping[str, Any], place: str, overridden: Collection[str]
 ) -> list[str]:
-    """Return one line for each key of `data` that does not fit; `place` and `overridden` say where it came from."""
+    """Return a line for each key of `data` that does not fit; `place` and `overridden` say where its value is from."""
     lines: dict[str, str] = {}
     for problem in error.errors(include_url=False):
         if not problem["loc"]:
@@ -102,7 +104,7 @@ def explain(
             lines[key] = _unknown_key(model, key, origin)
         else:
             given = _given(data, key)
-            lines[key] = misfit(key, given, allowed(field), origin) + _nearest(given, field)
+            lines[key] = misfit(key, given, _allowed(field), origin) + _nearest(given, field)
     return list(lines.values())
 
 
@@ -144,9 +146,10 @@ def _unknown_key(model: Model, key: str, origin: str) -> str:
 
 
 def _nearest(given: object, field: FieldInfo) -> str:
-    if get_origin(field.annotation) is not Literal or not isinstance(given, str):
+    known = choices(field)
+    if not known or not isinstance(given, str):
         return ""
-    _, hint, rest = unknown("value", given, get_args(field.annotation)).partition(" Did you mean ")
+    _, hint, rest = unknown("value", given, known).partition(" Did you mean ")
     return f".{hint}{rest.partition(' Known:')[0]}" if hint else ""
 
 
@@ -156,26 +159,43 @@ def _nearest(given: object, field: FieldInfo) -> str:
 def as_toml(config: BaseModel, comments: bool) -> str:
     """Return a filled-in model as TOML; with `comments`, each key's meaning stands above it."""
     values = config.model_dump()
-    blocks = []
-    for name, table, fields in tables(type(config)):
-        lines = [f"# {table.__doc__}"] if comments and name else []
-        lines += [f"[{name}]"] if name else []
+    document = tomlkit.document()
+    for name, model, fields in tables(type(config)):
+        table = tomlkit.table() if name else document
+        if comments and name:
+            table.add(tomlkit.comment(str(model.__doc__)))
+            table.add(tomlkit.nl())
         for key, field in fields.items():
-            if comments:
-                text = f"{field.description} Allowed: {allowed(field)}."
-                lines += textwrap.wrap(text, 100, initial_indent="# ", subsequent_indent="# ", break_long_words=False)
-            lines.append(f"{key} = {toml_value((values[name] if name else values)[key])}")
-        blocks.append("\n".join(lines) + "\n")
-    return "\n".join(blocks)
+            for line in _comment(field) if comments else ():
+                table.add(tomlkit.comment(line))
+            table.add(key, toml_item((values[name] if name else values)[key]))
+        if name:
+            document.add(name, table)
+    return tomlkit.dumps(document)
+
+
+def _comment(field: FieldInfo) -> Iterator[str]:
+    helps = {name: text for name, text in choices(field).items() if text}
+    allowed = "" if helps else f" Allowed: {_allowed(field)}."
+    yield from textwrap.wrap(f"{field.description}{allowed}", 98, break_long_words=False)
+    for name, text in helps.items():
+        yield from textwrap.wrap(f"{shown(name)}: {text}", 98, initial_indent="  ", subsequent_indent="    ")
 
 
 def as_markdown(model: Model) -> str:
-    """Return a table for each section: every key, its type, default, what it accepts, and its meaning."""
+    """Return a table for each section: every key with its type, default, allowed values and meaning.
+
+    Below it, the names of each registry with their lines of help.
+    """
     blocks = []
     for name, table, fields in tables(model):
+        keys = {f"{name}.{key}".strip("."): field for key, field in fields.items()}
         lines = [f"## [{name}]" if name else "## Top level", "", str(table.__doc__), ""]
         lines += ["| key | type | default | allowed | meaning |", "| --- | --- | --- | --- | --- |"]
-        lines += [_row(f"{name}.{key}".strip("."), field) for key, field in fields.items()]
+        lines += [_row(key, field) for key, field in keys.items()]
+        for key, field in keys.items():
+            helps = [f"- `{shown(choice)}`: {text}" for choice, text in choices(field).items() if text]
+            lines += ["", f"`{key}`:", "", *helps] if helps else []
         blocks.append("\n".join(lines) + "\n")
     return "\n".join(blocks)
 
@@ -183,5 +203,6 @@ def as_markdown(model: Model) -> str:
 def _row(key: str, field: FieldInfo) -> str:
     default: Any = field.get_default(call_default_factory=True)
     kind, accepts = _describe(field.annotation, field.metadata)
-    cells = (f"`{key}`", kind, f"`{toml_value(default)}`", accepts, field.description or "")
+    accepts = "see below" if any(choices(field).values()) else accepts
+    cells = (f"`{key}`", kind, f"`{shown(default)}`", accepts, field.description or "")
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -13,14 +13,14 @@ from torch import Tensor
 from fedprophet.errors import CheckpointError
 
 IDENTITY = "flower.json"
-"""The file of a run on Flower that says by which id the nodes know it, and whether they are real ones."""
+"""A run's file on Flower: the id that its nodes know it by, and whether they are real devices."""
 PILOT = "deploy.toml"
-"""The file of a pilot's folder, whose runs are in runs/ beside it."""
+"""A pilot's file; its runs are in runs/ beside it."""
 TRY_AGAIN = "Make room there or correct its permissions, then try again"
 
 
 def write_atomic(path: Path, data: bytes, advice: str = TRY_AGAIN) -> None:
-    """Write a file through a temporary one beside it, so that a reader finds the old content or the new, whole."""
+    """Write a file through a temporary one beside it: a reader finds the old content or the new, never a part."""
     write_atomic_all([(path, data)], advice)
 
 
@@ -59,7 +59,7 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until a folder's own entries are on the disk: only then a new or renamed file outlives a power cut."""
+    """Wait until a folder's entries are on the disk: only then does a new or renamed file survive a power cut."""
     number = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(number)
@@ -80,7 +80,7 @@ def tensors_to_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] 
 
     safetensors writes metadata in an order that changes from process to process, so it is put into the header here.
     """
-    plain = save({name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()})
+    plain = save(_apart(tensors))
     if not metadata:
         return plain
     length = int.from_bytes(plain[:8], "little")
@@ -90,9 +90,22 @@ def tensors_to_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] 
     return len(text).to_bytes(8, "little") + text + plain[8 + length :]
 
 
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors as safetensors takes them: contiguous, and copied where two share memory."""
+    seen: set[int] = set()
+    found: dict[str, Tensor] = {}
+    for name, value in tensors.items():
+        flat = value.detach().cpu().contiguous()
+        memory = flat.untyped_storage().data_ptr()
+        found[name] = flat.clone() if memory in seen else flat
+        seen.add(memory)
+    return found
+
+
 def tensors_from_bytes(data: bytes) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file, each with memory of its own, aligned like any other tensor."""
-    return {name: value.clone() for name, value in load(data).items()}
+    found = load(data)
+    return {name: found.pop(name).clone() for name in list(found)}  # each original is freed at once
 
 
 def is_deployed(run: Path) -> bool:
@@ -112,9 +125,9 @@ def how_to_resume(run: Path) -> str:
     pilot = whole.parent.parent
     try:
         deployed = is_deployed(run)
-    except CheckpointError:  # of which somebody else will tell
+    except CheckpointError:  # opening the run reports the damage
         deployed = True
-    # A pilot's run has no identity before its first task, and goes on with its pilot all the same.
+    # A pilot's run has no identity before its first task; it is resumed through the pilot from the start.
     if whole.parent.name == "runs" and (pilot / PILOT).is_file() and (deployed or not (run / IDENTITY).exists()):
         return f"fedprophet deploy run {shlex.quote(str(pilot))} --name {shlex.quote(whole.name)} --resume"
     if deployed:

@@ -1,0 +1,5 @@
+"""`python -m fedprophet` is the command `fedprophet`."""
+
+from fedprophet.cli import main
+
+main()

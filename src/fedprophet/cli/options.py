@@ -1,0 +1,78 @@
+"""Options that several commands share, and what is made of them."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from fedprophet.cascade.atoms import chain_of
+from fedprophet.cascade.cost import COPIES, ChainCost, cost_of
+from fedprophet.errors import ConfigError, unknown
+from fedprophet.models import MODELS, build
+from fedprophet.sizes import parse_shape
+from fedprophet.storage.files import make_folder
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one key; may be repeated.")
+]
+MethodName = Annotated[str | None, typer.Option(help="Short for --set method=…; fedprophet methods lists them.")]
+ModelName = Annotated[str, typer.Argument(help=f"One of {', '.join(MODELS)}.")]
+InputShape = Annotated[str, typer.Option("--input", help="Shape of one input.")]
+Classes = Annotated[int, typer.Option(help="Number of classes.", min=2)]
+Batch = Annotated[int, typer.Option(help="Samples in a local batch.", min=1)]
+Optimizer = Annotated[str, typer.Option(help=f"The clients' optimizer: {', '.join(COPIES)}.")]
+
+
+def print_json(document: Any) -> None:
+    """Print a document as JSON."""
+    typer.echo(json.dumps(document, indent=2))
+
+
+def print_listing(entries: Mapping[str, str], as_json: bool) -> None:
+    """Print names and their lines of help: one line each, wrapped beside the names in a terminal."""
+    if as_json:
+        print_json(dict(entries))
+        return
+    console, width = Console(highlight=False), max(map(len, entries))
+    for name, text in entries.items():
+        lines = [Text(text)]
+        if console.is_terminal:
+            lines = list(Text(text).wrap(console, max(console.width - width - 2, 20)))
+        for number, line in enumerate(lines):
+            console.print(Text(f"{'' if number else name:{width}}  ") + line, soft_wrap=True)
+
+
+def with_method(overrides: list[str] | None, **short: str | None) -> list[str]:
+    """Return the overrides, and those that have an option of their own, such as --method."""
+    return [*(overrides or ()), *(f"{key}={value}" for key, value in short.items() if value)]
+
+
+def model_cost(model: str, shape: str, classes: int, batch: int, optimizer: str) -> ChainCost:
+    """Return the cost of training a model."""
+    if optimizer not in COPIES:
+        raise ConfigError(f"--optimizer: {unknown('optimizer', optimizer, COPIES)}")
+    size = parse_shape(shape)
+    with torch.device("meta"):  # the cost does not need weights: models of any size are built at once
+        chain = chain_of(build(model, size, classes))
+    return cost_of(chain, size, batch, classes, COPIES[optimizer])
+
+
+def open_folder(folder: Path) -> None:
+    """Create the folder of --out and check that it can be written to, before the work for it is done."""
+    try:
+        make_folder(folder)
+        with TemporaryFile(dir=folder):
+            pass
+    except FileExistsError as error:
+        raise ConfigError(f"{error.filename} is a file. Give a folder with --out") from error
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write to {folder}: {error.strerror}. Make it writable or give another folder with --out"
+        ) from error

@@ -1,0 +1,148 @@
+"""The tables of the configuration that belong to no single package. Defaults are the paper's values where it gives one.
+
+The other tables are defined beside the code that uses them: `fedprophet.settings.section` tells how.
+"""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from fedprophet.server.rules import RULES
+from fedprophet.settings.describe import misfit
+from fedprophet.settings.section import Section
+from fedprophet.settings.values import Budget, Clients, OneOf, Ratio, Rounds
+
+
+def too_many_clients(key: str, count: int | str, config: Any) -> Iterator[str]:
+    """Yield a line if a key asks for more clients than there are."""
+    clients = config.population.clients
+    if isinstance(count, int) and count > clients:
+        yield misfit(key, count, f"at most population.clients = {clients}")
+
+
+class PopulationSettings(Section):
+    """The clients, and how many take part in a round."""
+
+    clients: int = Field(default=20, ge=1, description="Clients in the population (N; 100 in the paper).")
+    cohort: int = Field(default=5, ge=1, description="Clients drawn for each round (C; 10 in the paper).")
+
+    def conflicts(self, config: Any) -> Iterator[str]:
+        yield from too_many_clients("population.cohort", self.cohort, config)
+
+
+class MemorySettings(Section):
+    """The memory that every client has available at any time."""
+
+    budget: Budget = Field(
+        default="25%",
+        description="The paper's R_min, which every module must fit: a size, or a share of what training the whole "
+        "model needs.",
+    )
+
+
+class TrainSettings(Section):
+    """Local training (Eq. 9 and 13)."""
+
+    batch: int = Field(default=64, ge=1, description="Samples in a local batch (B).")
+    iterations: int = Field(default=30, ge=1, description="Local SGD iterations of a client in a round (E).")
+    learning_rate: float = Field(default=0.005, gt=0, description="Learning rate in the first round of a stage.")
+    decay: float = Field(
+        default=0.994, gt=0, le=1, description="Factor on the learning rate after each round of a stage."
+    )
+    momentum: float = Field(
+        default=0.9, ge=0, lt=1, description="Momentum of SGD; 0 also saves its copy of the parameters."
+    )
+    weight_decay: float = Field(default=1e-4, ge=0, description="Weight decay of backbone and heads.")
+    warmup: Rounds = Field(
+        default="20%", description="Rounds of standard training that start a stage (100 of 500 in the paper)."
+    )
+    strong_convexity: float = Field(default=1e-5, ge=0, description="Weight of the strong-convexity term (mu).")
+
+    @property
+    def copies(self) -> int:
+        """How many tensors of a parameter's size training holds: parameter, gradient, and momentum where it is used."""
+        return 3 if self.momentum > 0 else 2
+
+    def conflicts(self, config: Any) -> Iterator[str]:
+        if config.warmup_rounds >= config.rounds:
+            yield misfit("train.warmup", self.warmup, f"fewer than rounds = {config.rounds}")
+
+
+class AttackSettings(Section):
+    """The attack that clients train against: PGD, l_inf on images, l2 on features."""
+
+    radius: Ratio = Field(default=8 / 255, ge=0, le=1, description='eps_0 on images in [0, 1]; may be written "8/255".')
+    step: Literal["auto"] | Annotated[Ratio, Field(gt=0)] = Field(
+        default="auto", description='Step on images; "auto" is a quarter of the radius; may be written "2/255".'
+    )
+    steps: int = Field(default=10, ge=0, description="PGD steps on images; 0 trains without an attack.")
+    feature_steps: int = Field(default=10, ge=0, description="PGD steps on features.")
+
+    @property
+    def step_size(self) -> float:
+        """The step on images as a number."""
+        return self.radius / 4 if self.step == "auto" else self.step
+
+
+class ConvergenceSettings(Section):
+    """When a stage ends, and from when on its rounds count."""
+
+    gate: Rounds = Field(
+        default="5%", description="Rounds after the warm-up before score, patience and APA start (25 of 500)."
+    )
+    patience: Rounds = Field(
+        default="10%", description="A stage ends when its best score is this many rounds old (50 of 500)."
+    )
+
+    def conflicts(self, config: Any) -> Iterator[str]:
+        left = config.rounds - config.warmup_rounds
+        if config.gate_rounds >= left > 0:
+            text = f"fewer than rounds − train.warmup = {left}, or no round could become a stage's best"
+            yield misfit("convergence.gate", self.gate, text)
+
+
+class EvaluateSettings(Section):
+    """Validation on the clients during training, and the test at the end."""
+
+    every: int = Field(default=1, ge=1, description="Rounds from one evaluation to the next.")
+    steps: int = Field(default=20, ge=1, description="PGD steps of the attack that is evaluated.")
+    clients: Clients = Field(default="all", description="Clients that evaluate.")
+    test_samples: int = Field(
+        default=0, ge=0, description="Samples of the test set that the global accuracy is measured on; 0: all."
+    )
+    batch: int = Field(
+        default=0,
+        ge=0,
+        description="Samples attacked at a time; 0: up to train.batch, as the largest module's memory allows.",
+    )
+
+    def conflicts(self, config: Any) -> Iterator[str]:
+        yield from too_many_clients("evaluate.clients", self.clients, config)
+
+
+class AggregateSettings(Section):
+    """How the server combines what clients have trained."""
+
+    rule: Annotated[str, OneOf(lambda: {name: entry.help for name, entry in RULES.items()})] = Field(
+        default="mean", description='The rule of aggregation; all but "mean" resist bad updates.'
+    )
+    minimum: int = Field(
+        default=1,
+        ge=1,
+        description="Least usable updates of a round; with fewer, nothing is averaged, and the round counts.",
+    )
+
+    def conflicts(self, config: Any) -> Iterator[str]:
+        cohort = config.population.cohort
+        if self.minimum > cohort:
+            yield misfit("aggregate.minimum", self.minimum, f"at most population.cohort = {cohort}")
+
+
+class CheckpointSettings(Section):
+    """How often a run is saved."""
+
+    every: int = Field(default=1, ge=1, description="Rounds from one checkpoint to the next.")
+    keep: int = Field(
+        default=2, ge=1, description="Checkpoints that are kept; with 2, a damaged one has a predecessor."
+    )

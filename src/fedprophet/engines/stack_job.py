@@ -1,0 +1,89 @@
+"""A job on its way through a stack: the shape it is run in, its draws, and its tensors cut out of the stack again."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, TypeVar
+
+from torch import Tensor
+
+from fedprophet.client.job import Job
+from fedprophet.client.statistics import ADVERSARIAL
+from fedprophet.fast.narrow import WHOLE, Factors, cut_out, factors_of
+from fedprophet.messages.tasks import Evaluate, Measure, ModelTask, Train
+from fedprophet.randomness import key
+from fedprophet.threat import ThreatModel
+
+M_co = TypeVar("M_co", bound=ModelTask, covariant=True)
+
+
+class Span(NamedTuple):
+    """Atoms `first` … `last` − 1 of an architecture, the head behind them, and the width they are run at."""
+
+    architecture: str
+    first: int
+    last: int
+    head: int | None = None
+    width: int = WHOLE
+
+
+@dataclass(frozen=True)
+class StackJob(Job[M_co]):
+    """A job and the width that its model is run at (`fast.narrow`)."""
+
+    width: int = WHOLE
+
+    @property
+    def span(self) -> Span:
+        """What the job runs. An evaluation runs the frozen modules too."""
+        task = self.task
+        first = 0 if isinstance(task, Evaluate) else task.first
+        return Span(task.architecture, first, task.last, task.head, self.width)
+
+    @property
+    def prefix(self) -> Span:
+        """What lies in front of the task's own part."""
+        return Span(self.task.architecture, 0, self.task.first)
+
+    @cached_property
+    def samples(self) -> int:
+        """How many samples the job is about."""
+        evaluates = isinstance(self.task, Evaluate)
+        return len(self.held_out) if evaluates else len(self.client.data.train)  # type: ignore[misc]
+
+    @property
+    def threat(self) -> ThreatModel | None:
+        """The attack that the job runs."""
+        return self.task.threat if isinstance(self.task, Train | Evaluate | Measure) else None
+
+    @property
+    def seed(self) -> int:
+        """The seed of the job's draws: it does not depend on the other jobs of the group."""
+        task = self.task
+        start = task.part[0] if isinstance(task, Evaluate) and task.part else 0
+        return key(task.seed, f"fast {task.kind}", task.round, task.client, start)
+
+    @cached_property
+    def factors(self) -> Factors:
+        """By how much its tensors are multiplied in a stack."""
+        return factors_of(self.workspace.channels, self.kept_channels) if self.kept_channels else {}
+
+    def cut_out(self, trained: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return what a stack trained in the client's own shapes."""
+        return cut_out(trained, self.tensors, self.factors) if self.kept_channels else trained
+
+    def local_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return those tensors that stay with the client, both sets of statistics where there are two."""
+        names = set(self._local_names)
+        return {name: value for name, value in tensors.items() if name.removeprefix(ADVERSARIAL) in names}
+
+    def counters(self, steps: int) -> dict[str, Tensor]:
+        """Return the norm layers' counts of batches after training. Stacks do not count, since nothing reads them."""
+        clean = {name: self.local[name] for name in self._local_names if name.endswith("num_batches_tracked")}
+        both = {ADVERSARIAL + name: self.own.get(ADVERSARIAL + name, value) for name, value in clean.items()}
+        counts = {**clean, **both} if self.two_statistics else clean
+        return {name: value + steps for name, value in counts.items()}
+
+    @cached_property
+    def _local_names(self) -> tuple[str, ...]:
+        return self.workspace.chain.local(self.task.first, self.task.last)

@@ -1,0 +1,61 @@
+"""How many threads torch uses. Only this module sets their number.
+
+Floating-point sums differ between numbers of threads, so the number belongs to a run and is set for it as a whole.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+
+from fedprophet.config.config import Config
+from fedprophet.engines.registry import ENGINES, chosen_engine, cores
+
+
+def set_threads(count: int) -> None:
+    """Let torch use this many threads from now on."""
+    torch.set_num_threads(count)
+
+
+@contextmanager
+def torch_threads(count: int | None = None) -> Iterator[None]:
+    """Let torch use `count` threads (None: as many as now) in a `with` block, and as many as before afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class OneThread:
+    """Lets torch use one thread until every holder has left; then it has as many as before."""
+
+    def __init__(self) -> None:
+        self._holders = 0
+        self._before = 1
+
+    def __enter__(self) -> None:
+        if not self._holders:
+            self._before = torch.get_num_threads()
+        self._holders += 1
+        torch.set_num_threads(1)
+
+    def __exit__(self, *_: object) -> None:
+        self._holders -= 1
+        if not self._holders:
+            torch.set_num_threads(self._before)
+
+
+ONE_THREAD = OneThread()
+
+
+def threads_of(config: Config) -> AbstractContextManager[None]:
+    """Give torch the threads that a configuration asks for.
+
+    Engines that run clients side by side use one thread for each client and for the server, only in a `with` block.
+    """
+    if ENGINES[chosen_engine(config)].single_threaded:
+        return ONE_THREAD
+    set_threads(cores(config))
+    return nullcontext()

@@ -1,0 +1,215 @@
+"""A worker process of the workers engine, and the server's handle of it.
+
+A worker is forked, so that population, models and data need not be sent. All that passes is jobs and their results. It
+ends when it is told to, or when the server's process is gone, even in the middle of a task.
+"""
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import threading
+import traceback
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from fedprophet.client.features import FeatureCache
+from fedprophet.client.run import run_client
+from fedprophet.client.workspace import Workspace
+from fedprophet.engines.channel import CLOSED, Channel, Shared
+from fedprophet.engines.cpu_plan import fast_plan
+from fedprophet.engines.plain import PlainEngine
+from fedprophet.engines.threads import set_threads
+from fedprophet.errors import FedProphetError, TrainingError
+from fedprophet.messages.answers import Answer
+from fedprophet.messages.tasks import ModelTask
+from fedprophet.messages.values import Timeline
+
+SECONDS_TO_LEAVE = 5.0
+"""A worker that has not ended by then is killed."""
+SECONDS_BETWEEN_LOOKS = 2.0
+"""How often a worker checks that the server's process is still there."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+_KEPT_BYTES, _KEPT_PIECE = 2**31 - 1, 2**25
+"""Freed bytes that the C library keeps: in all, and the largest piece (it accepts no more)."""
+_FORK = multiprocessing.get_context("fork")
+
+
+OwnLayers = tuple[str, int, int, Mapping[str, Tensor], Timeline]
+"""Layers that a client keeps: the arguments of `LocalLayers.put`."""
+
+
+class WorkerError(RuntimeError):
+    """Something unexpected happened in a worker; the text is the traceback there."""
+
+
+@dataclass(frozen=True)
+class WorkerJob:
+    """A task, the client's own layers, and the fixed modules of the task that this worker has not seen yet."""
+
+    task: ModelTask
+    own: Mapping[str, Tensor] | None
+    modules: Sequence[Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class WorkerResult:
+    """The result of a job: an answer and what the client keeps, or an error."""
+
+    answer: Answer | None = None
+    kept: Sequence[OwnLayers] = ()
+    error: tuple[type[FedProphetError], str] | None = None
+    trace: str = ""
+
+
+# The server's side ---------------------------------------------------------------------------------------------------
+
+
+class WorkerProcess:
+    """A worker, as the server's process sees it. `modules` are the digests of the fixed modules that it has."""
+
+    def __init__(self, plain: PlainEngine, workspaces: Mapping[str, Workspace], workers: int) -> None:
+        ours, theirs = _FORK.Pipe()
+        self.task: ModelTask | None = None
+        self.modules: set[str] = set()
+        self.channel = Channel(ours)
+        self._process = _FORK.Process(target=_work, args=(theirs, plain, workspaces, workers))
+        with warnings.catch_warnings():
+            # Python warns because another thread may hold a lock that the copy would wait for. A worker computes with
+            # one thread and takes no lock of another thread.
+            warnings.filterwarnings("ignore", ".*use of fork", DeprecationWarning)
+            self._process.start()
+        theirs.close()
+        assert self._process.pid is not None
+        self.id = self._process.pid
+
+    def send(self, job: WorkerJob, shared: Shared) -> None:
+        """Give the worker a job. It must have none."""
+        self.task = job.task
+        try:
+            self.channel.send(job, shared)
+        except CLOSED:
+            raise self._lost() from None
+
+    def receive(self) -> WorkerResult:
+        """Wait for the result of the job."""
+        try:
+            result: WorkerResult = self.channel.receive()
+        except CLOSED:
+            raise self._lost() from None
+        self.task = None
+        return result
+
+    def leave(self) -> None:
+        """Tell the worker to end. `join` waits for it."""
+        with suppress(OSError):  # it has ended already
+            self.channel.send(None)
+        self.channel.connection.close()
+
+    def join(self) -> None:
+        """Wait until the worker has ended, so that nothing is left of it."""
+        self._process.join(SECONDS_TO_LEAVE)
+        if self._process.exitcode is None:
+            self._process.kill()
+            self._process.join()
+
+    def _lost(self) -> TrainingError:
+        self._process.join(SECONDS_TO_LEAVE)
+        code, how = self._process.exitcode, "ended by itself"
+        if code is not None and code < 0:
+            how = f"was ended by {signal.Signals(-code).name}, as when the memory runs out"
+        what = f" while client {self.task.client} was to {self.task.kind}" if self.task else ""
+        return TrainingError(
+            f"a worker process {how}{what}. Fewer workers need less memory: set threads to their number "
+            "(to go on with a run, in its config.toml)"
+        )
+
+
+# The worker's side ---------------------------------------------------------------------------------------------------
+
+
+class _TaskLayers:
+    """A client's own layers as a worker sees them: they come with the job, and what the client keeps goes back."""
+
+    def __init__(self) -> None:
+        self.given: Mapping[str, Tensor] | None = None
+        self.kept: list[OwnLayers] = []
+
+    def get(self, architecture: str, client: int, timeline: Timeline, before: int) -> Mapping[str, Tensor] | None:
+        """Return the layers that came with the job."""
+        return self.given
+
+    def put(
+        self, architecture: str, client: int, round: int, tensors: Mapping[str, Tensor], timeline: Timeline
+    ) -> None:
+        """Have the server's process store the layers."""
+        self.kept.append((architecture, client, round, tensors, timeline))
+
+
+def _work(
+    connection: "Connection[Any, Any]", plain: PlainEngine, workspaces: Mapping[str, Workspace], workers: int
+) -> NoReturn:
+    """Do jobs. The listener ends the process."""
+    set_threads(1)
+    _keep_memory()
+    # Ctrl-C and SIGTERM, which the terminal sends to the whole group, are for the server's process to handle.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    features, layers = next(iter(workspaces.values())).features.share(workers), _TaskLayers()
+    for workspace in workspaces.values():
+        workspace.features, workspace.layers = features, layers
+        workspace.run_by(fast_plan)
+    channel, jobs = Channel(connection), SimpleQueue[WorkerJob]()
+    threading.Thread(target=_listen, args=(channel, jobs, features), daemon=True).start()
+    while True:
+        result = _result(jobs.get(), plain, workspaces, layers)
+        with suppress(*CLOSED):  # the listener sees it too
+            channel.send(result)
+
+
+def _keep_memory() -> None:
+    """Have the C library keep memory that is freed: the next batch needs as much, and new pages cost time."""
+    with suppress(AttributeError):  # a C library other than glibc
+        set_option = ctypes.CDLL(None).mallopt
+        set_option(_M_MMAP_THRESHOLD, _KEPT_PIECE)
+        set_option(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+        set_option(_M_ARENA_MAX, 1)  # what the listener allocates is freed by the other thread
+
+
+def _listen(channel: Channel, jobs: SimpleQueue[WorkerJob], features: FeatureCache) -> None:
+    """Pass jobs on until the server's process wants no more or is gone. Then end this process, whatever it is doing."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    with suppress(*CLOSED):
+        # Workers that are forked later hold copies of the other end, so its closing alone does not tell.
+        while os.getppid() == parent.pid:
+            if channel.connection.poll(SECONDS_BETWEEN_LOOKS):
+                job = channel.receive()
+                if job is None:
+                    break
+                jobs.put(job)
+    features.clear()
+    os._exit(0)
+
+
+def _result(
+    job: WorkerJob, plain: PlainEngine, workspaces: Mapping[str, Workspace], layers: _TaskLayers
+) -> WorkerResult:
+    task = job.task
+    try:
+        workspace = workspaces[task.architecture]
+        for module in job.modules:
+            workspace.modules.add(module)
+        layers.given, layers.kept = job.own, []
+        return WorkerResult(run_client(task, plain.client(task.client), workspace), layers.kept)
+    except FedProphetError as error:
+        return WorkerResult(error=(type(error), str(error)))
+    except Exception:
+        return WorkerResult(trace=traceback.format_exc())

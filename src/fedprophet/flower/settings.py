@@ -1,0 +1,26 @@
+"""The table [flower] of the configuration."""
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from fedprophet.settings.section import Section, section
+from fedprophet.settings.values import Size
+
+
+@section("flower")
+class FlowerSettings(Section):
+    """Runs on Flower, in simulation and on real devices."""
+
+    machine_keys: ClassVar[frozenset[str]] = frozenset({"deadline", "cache", "cpus"})
+
+    deadline: float = Field(
+        default=600.0,
+        gt=0,
+        description="Seconds that a phase of a round may take; a client that has not answered by then is left out.",
+    )
+    updates: Literal["float32", "bfloat16"] = Field(
+        default="float32", description='Numbers in which clients send their updates; "bfloat16" halves their size.'
+    )
+    cache: Size = Field(default="2GB", description="Disk space on a node for fixed modules.")
+    cpus: int = Field(default=1, ge=1, description="Simulation: CPU cores for one client.")

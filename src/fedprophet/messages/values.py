@@ -1,0 +1,60 @@
+"""Values that tasks and answers are made of."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+SERVER = -1
+"""The client id of the server's own data: work on the test set or the public set goes through the engine too."""
+BACKBONE = "backbone"
+"""The architecture of the run's own model. Other models that clients train are called by their model's name."""
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a device has available right now: bytes of memory, FLOP/s, and bytes/s to its storage."""
+
+    memory: int
+    performance: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class LocalTraining:
+    """The hyper-parameters of one client's local training (Eq. 9 and 13)."""
+
+    iterations: int
+    batch: int
+    learning_rate: float
+    momentum: float
+    weight_decay: float
+    strong_convexity: float
+    """The paper's mu. It acts on the feature before an auxiliary head; the backbone's own classifier has none."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Which versions of a client's own layers count: a version is the round that made it.
+
+    When a stage ends, its best round is restored: the rounds after it, up to the end of the stage, are `discarded`.
+    Versions older than the newest one at or before `floor` can never be asked for again.
+    """
+
+    discarded: tuple[tuple[int, int], ...] = ()
+    floor: int = 0
+
+    def newest(self, versions: Mapping[int, object], before: int) -> int | None:
+        """Return the newest version that counts, made before round `before`; None where there is none."""
+        alive = (v for v in versions if v < before and not any(after < v <= last for after, last in self.discarded))
+        return max(alive, default=None)
+
+
+EVERY_VERSION = Timeline()
+
+
+@dataclass(frozen=True)
+class FrozenModule:
+    """A module that is fixed: its atoms `first` … `last` − 1, and the hash of its shared parameters."""
+
+    first: int
+    last: int
+    digest: str

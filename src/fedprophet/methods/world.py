@@ -1,0 +1,96 @@
+"""What a method is given: the configuration, the model as a chain cut into modules, and the clients."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from torch import Tensor
+
+from fedprophet.cascade.atoms import Chain
+from fedprophet.cascade.cost import ChainCost
+from fedprophet.cascade.partition import Module
+from fedprophet.config.config import Config
+from fedprophet.messages.modules import ModuleStore
+from fedprophet.messages.values import LocalTraining
+from fedprophet.methods.sampling import ClientPool, ClientSampler
+from fedprophet.server.aggregate import Aggregator
+from fedprophet.server.convergence import StageRule
+from fedprophet.server.rules import find_rule
+from fedprophet.server.rules.registry import Parameters
+from fedprophet.threat import ThreatModel, input_threat
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model that clients may train: its chain, and what training it costs."""
+
+    chain: Chain
+    cost: ChainCost
+
+
+@dataclass(frozen=True)
+class World:
+    """All that a method knows, and the values that the configuration gives its tasks.
+
+    `family` are the models that clients may train where a method lets them, from the smallest to the run's own model.
+    """
+
+    config: Config
+    chain: Chain
+    cost: ChainCost
+    modules: tuple[Module, ...]
+    pool: ClientPool
+    frozen: ModuleStore = field(default_factory=ModuleStore)
+    family: Mapping[str, Architecture] = field(default_factory=dict)
+
+    @cached_property
+    def clients(self) -> ClientSampler:
+        """Who takes part."""
+        return ClientSampler(self.pool, self.config.seed, self.config.population.cohort)
+
+    @cached_property
+    def aggregator(self) -> Aggregator:
+        """How updates are joined."""
+        rule = find_rule(self.config.aggregate.rule)
+        return Aggregator(rule.configured(self.config.of), self.config.aggregate.minimum, rule.averaged)
+
+    @property
+    def stage_rule(self) -> StageRule:
+        """How long a stage lasts."""
+        config = self.config
+        return StageRule(config.rounds, config.warmup_rounds, config.gate_rounds, config.patience_rounds)
+
+    def image_threat(self, steps: int) -> ThreatModel:
+        """Return the threat on images, carried out in so many steps."""
+        attack = self.config.attack
+        return input_threat(attack.radius, attack.step_size, steps)
+
+    def local_training(self, stage_round: int) -> LocalTraining:
+        """Return the hyper-parameters of a round; the learning rate decays over the rounds of the stage."""
+        train = self.config.train
+        return LocalTraining(
+            iterations=train.iterations,
+            batch=train.batch,
+            learning_rate=train.learning_rate * train.decay ** (stage_round - 1),
+            momentum=train.momentum,
+            weight_decay=train.weight_decay,
+            strong_convexity=train.strong_convexity,
+        )
+
+    def evaluation_batch(self, last: int) -> int:
+        """Return the micro-batch with which the activations of atoms 0 … `last` − 1 stay within the budget."""
+        if self.config.evaluate.batch:
+            return self.config.evaluate.batch
+        budget = max(module.memory for module in self.modules)
+        activations = 4 * sum(atom.activations for atom in self.cost.atoms[:last])
+        return max(1, min(self.cost.batch, self.cost.batch * budget // max(activations, 1)))
+
+    def initial_model(self) -> Parameters:
+        """Return the shared parameters that the run starts from."""
+        tensors = self.chain.tensors
+        return {name: tensors[name].detach().clone() for name in self.chain.shared()}
+
+
+def named(parameters: Parameters, names: Iterable[str]) -> dict[str, Tensor]:
+    """Return the parameters of the names given."""
+    return {name: parameters[name] for name in names}

@@ -1,0 +1,133 @@
+"""Accuracies of a state of a run: on each client's own data, and of the one exported model on the test set."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from fedprophet.attacks.names import find_attack
+from fedprophet.messages.answers import Evaluated
+from fedprophet.messages.values import SERVER
+from fedprophet.progress import Watch, unwatched
+from fedprophet.runs.asking import in_order
+from fedprophet.runs.export import exported_model
+from fedprophet.runs.session import Session
+from fedprophet.server.accuracy import Inputs, evaluation_fault, personalised_estimate, pooled_estimate
+from fedprophet.server.coordinator import Engine
+from fedprophet.threat import ThreatModel
+
+CLIENTS_TOGETHER = 1000
+"""So many clients' tasks are made at a time."""
+PART_SAMPLES = 64
+"""The test set is evaluated in parts of about as many samples, so that progress shows and little is lost by a stop."""
+
+
+def threat_of(session: Session, name: str) -> tuple[str, ThreatModel | None]:
+    """Return the attack's name in the table of attacks, and its threat; None for `clean`."""
+    found = find_attack(name)
+    if found is None:
+        return "pgd", None
+    return found.key, session.world.image_threat(found.steps or session.config.evaluate.steps)
+
+
+@dataclass(frozen=True)
+class AttackResult:
+    """The answers for one attack, of the clients and for the parts of the test set; `inputs` says which ones count."""
+
+    inputs: Inputs
+    clients: Sequence[Evaluated]
+    test: Sequence[Evaluated]
+
+
+def evaluate(session: Session, state: Any, attacks: Sequence[str], engine: Engine) -> dict[str, dict[str, Any]]:
+    """Return personalised and global accuracy under each attack, with samples and 95 % intervals."""
+    return cells(Evaluator(session, state, exported_model(session, state, engine), engine).measure(attacks))
+
+
+def cells(results: Mapping[str, AttackResult]) -> dict[str, dict[str, Any]]:
+    """Return the accuracies as they are written to files."""
+    own = {name: personalised_estimate(found.clients, found.inputs) for name, found in results.items()}
+    whole = {name: pooled_estimate(found.test, found.inputs) for name, found in results.items()}
+    return {
+        part: {name: asdict(value) | {"interval": list(value.interval)} for name, value in estimates.items()}
+        for part, estimates in {"personalised": own, "global": whole}.items()
+    }
+
+
+def conditions(session: Session) -> dict[str, Any]:
+    """Return what the accuracies depend on: starting weights, norm layers, and how many samples are public."""
+    return {
+        "starting_weights": session.config.model.weights or None,
+        "norm_layers": {"personalised": session.method.client_norm_layers, "global": session.method.norm_layers},
+        "public_samples": len(session.population.client_data(SERVER).train),
+    }
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Measures one state of a run.
+
+    Personalised: each client that `evaluate.clients` asks, on its own held-out part. Global: `whole`, the exported
+    model, on the test set, or as many samples of it as `evaluate.test_samples` says. `samples` limits both: N of the
+    test set, and ⌈N / K⌉ for each of K clients.
+    """
+
+    session: Session
+    state: Any
+    whole: Mapping[str, Tensor]
+    engine: Engine
+    samples: int | None = None
+    watch: Watch = unwatched
+
+    @property
+    def test_samples(self) -> int:
+        """How many samples of the test set are used."""
+        asked = self.samples or self.session.config.evaluate.test_samples
+        available = len(self.test_labels)
+        return min(asked, available) if asked else available
+
+    @property
+    def test_labels(self) -> Tensor:
+        """The labels of the server's test set."""
+        return self.session.population.client_data(SERVER).validation.labels
+
+    def measure(self, attacks: Sequence[str], clients: bool = True) -> dict[str, AttackResult]:
+        """Return the answers under each attack; without `clients`, those for the test set alone."""
+        results = {}
+        for name in attacks:
+            attack, threat = threat_of(self.session, name)
+            test = self.over_test_set(attack, threat, self.test_samples, f"{name}, test set")
+            own = self._over_clients(attack, threat, f"{name}, clients") if clients else ()
+            results[name] = AttackResult("clean" if threat is None else "adversarial", own, test)
+        return results
+
+    def _over_clients(self, attack: str, threat: ThreatModel | None, what: str) -> list[Evaluated]:
+        session, state = self.session, self.state
+        clients = session.world.clients.sample(session.config.evaluate.clients, state.round, "evaluate")
+        samples = None if self.samples is None else -(-self.samples // len(clients))
+        answers: list[Evaluated] = []
+        self.watch(what, 0, len(clients))
+        for start in range(0, len(clients), CLIENTS_TOGETHER):
+            some = clients[start : start + CLIENTS_TOGETHER]
+            tasks = [session.method.evaluation_task(state, client, threat) for client in some]
+            tasks = [replace(task, attack=attack, samples=samples) for task in tasks]
+            for answer in in_order(tasks, self.engine, Evaluated):
+                answers.append(answer)
+                self.watch(what, len(answers), len(clients))
+        return [answer for answer in answers if evaluation_fault(answer) is None]
+
+    def over_test_set(self, attack: str, threat: ThreatModel | None, samples: int, what: str) -> list[Evaluated]:
+        """Return the answers for the parts of the test set; the same `samples` are drawn for every attack."""
+        task = self.session.method.evaluation_task(self.state, SERVER, threat)
+        layers = {name: self.whole[name] for name in self.session.world.chain.local()}
+        task = replace(task, attack=attack, samples=samples, parameters={**task.parameters, **layers})
+        size = task.batch * max(1, PART_SAMPLES // task.batch)
+        parts = [(start, min(start + size, samples)) for start in range(0, samples, size)]
+        tasks = [replace(task, number=number, part=part) for number, part in enumerate(parts)]
+        answers: list[Evaluated] = []
+        self.watch(what, 0, samples)
+        for answer in in_order(tasks, self.engine, Evaluated):
+            answers.append(answer)
+            self.watch(what, parts[answer.number][1], samples)
+        return answers

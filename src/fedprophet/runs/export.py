@@ -1,0 +1,75 @@
+"""The one model that everybody can load: shared parameters, and one set of norm layers for all clients."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedprophet.client.statistics import ADVERSARIAL
+from fedprophet.messages.answers import Reported
+from fedprophet.messages.tasks import Report
+from fedprophet.runs.asking import in_order
+from fedprophet.runs.run import Run
+from fedprophet.runs.session import Session
+from fedprophet.server.coordinator import Engine
+from fedprophet.server.rejections import weight_fault
+from fedprophet.storage.files import tensors_to_bytes, write_atomic
+from fedprophet.version import __version__
+
+
+def exported_model(session: Session, state: Any, engine: Engine) -> Mapping[str, Tensor]:
+    """Return the whole model under its state-dict names, with the clients' averaged layers."""
+    return session.method.exported(state, average_local(session, state, engine))
+
+
+def average_local(session: Session, state: Any, engine: Engine) -> Mapping[str, Tensor]:
+    """Return one set of norm layers: the mean, weighted by shard size, over the clients that have trained them."""
+    timeline = session.method.timeline(state)
+    cohorts = map(session.world.clients.cohort, range(1, state.round + 1))
+    tasks = [
+        Report(round=state.round, client=client, seed=session.config.seed, timeline=timeline, wants_local=True)
+        for client in sorted({client for cohort in cohorts for client in cohort})
+    ]
+    answers = (answer for answer in in_order(tasks, engine, Reported) if _sound_layers(session.initial_local, answer))
+    return session.world.aggregator.join(session.initial_local, ((answer.weight, answer.local) for answer in answers))
+
+
+def _sound_layers(known: Mapping[str, Tensor], answer: Reported) -> bool:
+    """Whether a client's own layers may enter the average: they are the model's, and finite."""
+    fits = (
+        name.removeprefix(ADVERSARIAL) in known
+        and value.shape == known[name.removeprefix(ADVERSARIAL)].shape
+        and bool(torch.isfinite(value.to(known[name.removeprefix(ADVERSARIAL)].dtype)).all())
+        for name, value in answer.local.items()
+    )
+    return answer.weight > 0 and weight_fault(answer.weight) is None and all(fits)
+
+
+def write_model(run: Run, path: Path) -> None:
+    """Write a run's model as one file; that of a run on other machines was made at its end."""
+    if run.away:
+        write_atomic(path, run.files.model.read_bytes())
+    else:
+        write_tensors(run, exported_model(run.session, run.state, run.session.engine), path)
+
+
+def write_tensors(run: Run, whole: Mapping[str, Tensor], path: Path) -> None:
+    """Write a model under its state-dict names; the metadata say what it is and how to feed it."""
+    session, dataset = run.session, run.session.dataset
+    mean, std = session.normalize.numbers
+    metadata = {
+        "format": "pt",
+        "fedprophet": __version__,
+        "model": session.config.model.name,
+        "options": json.dumps(session.config.model.options),
+        "input": "x".join(map(str, dataset.shape)),
+        "classes": str(dataset.classes),
+        "normalize_mean": json.dumps(mean),
+        "normalize_std": json.dumps(std),
+        "norm_layers": session.method.norm_layers,
+        "rounds": str(run.state.round),
+    }
+    write_atomic(path, tensors_to_bytes(whole, metadata))

@@ -1,0 +1,53 @@
+"""The files of a run's folder."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fedprophet.errors import CheckpointError
+from fedprophet.storage.files import IDENTITY, how_to_resume
+
+
+class RunFiles:
+    """Where a run keeps its files."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.toml"
+        """The resolved configuration."""
+        self.inputs = path / "inputs.json"
+        """Fingerprints of the data and the model that the run was started with."""
+        self.journal = path / "journal.jsonl"
+        """One JSON line for each round; the same configuration gives the same bytes."""
+        self.timings = path / "timings.jsonl"
+        """Wall-clock seconds of each round, and the engine that it ran on."""
+        self.checkpoints = path / "checkpoints"
+        """The newest states of the server."""
+        self.flower = path / IDENTITY
+        """The id under which Flower's nodes know the run; other engines write none."""
+        self.clients = path / "clients"
+        """The clients' own layers."""
+        self.model = path / "model.safetensors"
+        """The trained model."""
+        self.results = path / "results.json"
+        """The closing summary."""
+
+
+def read_results(path: Path) -> Mapping[str, Any]:
+    """Return the closing summary of a finished run."""
+    return read_json(RunFiles(path).results)
+
+
+def read_json(file: Path) -> Mapping[str, Any]:
+    """Return the content of one of a run's JSON files; CheckpointError where it is damaged."""
+    try:
+        table: Mapping[str, Any] = json.loads(file.read_bytes())
+    except ValueError:
+        raise CheckpointError(f"{file} is damaged. Delete it: it is made again. {resume_hint(file.parent)}") from None
+    return table
+
+
+def resume_hint(path: Path) -> str:
+    """Return the sentence that tells how to go on with a run."""
+    return f"Go on with: {how_to_resume(path)}"

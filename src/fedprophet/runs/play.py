@@ -1,0 +1,150 @@
+"""A run is played round by round; it can be stopped at any moment, and goes on where it was."""
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from fedprophet.errors import CheckpointError, TrainingError
+from fedprophet.messages.modules import digest
+from fedprophet.methods.base import MethodState
+from fedprophet.runs.asking import WatchedEngine
+from fedprophet.runs.engine_history import change, engine_in_use, spans
+from fedprophet.runs.export import exported_model, write_tensors
+from fedprophet.runs.files import read_json, read_results, resume_hint
+from fedprophet.runs.journal import Journal
+from fedprophet.runs.observer import Observer
+from fedprophet.runs.run import Run, RunStoppedError, checkpoints_of
+from fedprophet.runs.summary import closing_summary, faulty_clients
+from fedprophet.server.coordinator import Record, play_round
+from fedprophet.storage.files import write_atomic
+from fedprophet.storage.locks import folder_lock
+
+FAILURES_ALLOWED = 3
+"""So many rounds in a row without a usable update stop a run."""
+
+
+def play(run: Run, observer: Observer | None = None) -> Mapping[str, Any]:
+    """Play rounds until the run is finished; return the closing summary."""
+    observer = observer or Observer()
+    path = run.files.path
+
+    def refuse() -> None:
+        raise CheckpointError(f"another process is working on {path}: wait for it, or stop it first")
+
+    with closing(run.session), folder_lock(path, refuse):
+        _check_inputs(run)
+        observer.started(run.session, path, run.state.round)
+        for note in (*run.notes, *_engine_change(run)):
+            observer.note(note)
+        state = _play_rounds(run, observer)
+        if not (run.files.results.exists() and run.files.model.exists()):
+            observer.finishing()
+            _finish(replace(run, state=state), observer)
+    return read_results(path)
+
+
+def _check_inputs(run: Run) -> None:
+    """Refuse to go on with other data or another starting model; the first to play writes their fingerprints.
+
+    Of a model or dataset that was handed over in Python, the configuration knows no more than the name "custom".
+    """
+    file, session = run.files.inputs, run.session
+    ours = {
+        "dataset": session.dataset.digest(),
+        "model": digest({**session.world.initial_model(), **session.initial_local}),
+    }
+    if not file.exists():
+        write_atomic(file, (json.dumps(ours, indent=2) + "\n").encode())
+    theirs = read_json(file)
+    different = [name for name in ours if ours[name] != theirs.get(name)]
+    if different:
+        raise CheckpointError(
+            f"{run.files.path} was started with another {' and another '.join(different)}: "
+            "hand over the same again, or start a new run"
+        )
+
+
+def _engine_change(run: Run) -> Iterator[str]:
+    """Say that the rounds to come run on another engine than those before, as on another machine."""
+    if not run.session.method.finished(run.state):
+        played = (line for line in Journal(run.files.timings).read() if line["round"] <= run.state.round)
+        text = change(spans(played), engine_in_use(run.session, run.files.path))
+        yield from [text] if text else []
+
+
+def _play_rounds(run: Run, observer: Observer) -> Any:
+    method, path = run.session.method, run.files.path
+    engine = WatchedEngine(run.session.engine, observer.task_done)
+    journal, timings = Journal(run.files.journal), Journal(run.files.timings)
+    journal.truncate(run.state.round)
+    timings.truncate(run.state.round)
+    keeper = _Keeper(run)
+    state = run.state
+    try:
+        while not method.finished(state):
+            began = time.monotonic()
+            played, record = play_round(method.round(state), engine)
+            seconds = time.monotonic() - began
+            journal.append(record)
+            use = engine_in_use(run.session, path)  # real devices are known once a task went out
+            timings.append({"round": played.round, "seconds": round(seconds, 4), **asdict(use)})
+            state = played  # only now: a Ctrl-C before must not save a state whose journal line is missing
+            observer.round_done(record, seconds)
+            if state.failures >= FAILURES_ALLOWED:
+                raise _failing(state, path, record)
+            if method.finished(state) or state.round % run.session.config.checkpoint.every == 0:
+                keeper.save(state)
+    except TrainingError:
+        keeper.save(state)
+        raise
+    except KeyboardInterrupt:
+        keeper.save(state)
+        raise _stopped(f"after round {state.round}" if state.round else "in its first round", path) from None
+    return state
+
+
+class _Keeper:
+    """Writes checkpoints: the clients' layers first, then the state that refers to them."""
+
+    def __init__(self, run: Run) -> None:
+        self._layers, self._checkpoints = run.session.layers, checkpoints_of(run.files, run.session)
+        self._saved = run.state.round
+
+    def save(self, state: MethodState) -> None:
+        if state.round != self._saved:
+            self._layers.flush()
+            self._checkpoints.save(state, state.round)
+            self._saved = state.round
+
+
+def _failing(state: MethodState, path: Path, record: Record) -> TrainingError:
+    reasons = "; ".join(f"client {client}: {', '.join(why)}" for client, why in faulty_clients(record).items())
+    if "too_few" in record:
+        few = record["too_few"]
+        reasons = f"{few['usable']} of at least {few['minimum']}" + (f"; {reasons}" if reasons else "")
+    return TrainingError(
+        f"{state.failures} rounds in a row had no usable update ({reasons or 'nobody answered'}). The run is stopped "
+        f"with its checkpoint of round {state.round} in {path}. A new run with a lower train.learning_rate usually "
+        f"helps. {resume_hint(path)}, which tries further rounds"
+    )
+
+
+def _finish(run: Run, observer: Observer) -> None:
+    """Evaluate the trained model, write it, and write the closing summary last: it marks the run as finished."""
+    engine = WatchedEngine(run.session.engine, observer.task_done)
+    try:
+        # Clients are asked for their layers only once: over a network these are large.
+        whole = exported_model(run.session, run.state, engine)
+        summary = closing_summary(run, engine, whole)
+        write_tensors(run, whole, run.files.model)
+        write_atomic(run.files.results, (json.dumps(summary, indent=2) + "\n").encode())
+    except KeyboardInterrupt:
+        raise _stopped("in its closing evaluation", run.files.path) from None
+
+
+def _stopped(when: str, path: Path) -> RunStoppedError:
+    return RunStoppedError(f"stopped {when}; nothing is lost. {resume_hint(path)}")

@@ -1,0 +1,114 @@
+"""Sums over the journal, and the closing summary of a run."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fedprophet.runs.asking import WatchedEngine
+from fedprophet.runs.engine_history import spans
+from fedprophet.runs.evaluator import Evaluator, cells, conditions
+from fedprophet.runs.journal import Journal
+from fedprophet.runs.run import Run
+from fedprophet.runs.session import Session
+from fedprophet.server.coordinator import Record
+from fedprophet.version import __version__
+
+
+def closing_summary(run: Run, engine: WatchedEngine, whole: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Evaluate a finished run's model and return what results.json says."""
+    session, state = run.session, run.state
+    attacks = ("clean", f"pgd{session.config.evaluate.steps}")
+    records = Journal(run.files.journal).read()
+    accuracies = cells(Evaluator(session, state, whole, engine).measure(attacks))
+    closing_account = engine.account()
+    return {
+        "version": __version__,
+        "method": session.config.method,
+        "seed": session.config.seed,
+        "rounds": state.round,
+        "budget_bytes": session.budget,
+        "whole_model_bytes": session.world.cost.total_memory,
+        "modules": _module_rows(session),
+        "memory": training_memory(records),
+        "simulated": simulated_seconds(records),
+        "engines": [span.to_json() for span in spans(Journal(run.files.timings).read())],
+        **_wire(records),
+        **({"closing": closing_account} if closing_account else {}),
+        **session.method.results(state),
+        **conditions(session),
+        **accuracies,
+    }
+
+
+def _module_rows(session: Session) -> list[dict[str, Any]]:
+    atoms = session.world.cost.atoms
+    return [
+        {
+            "index": module.index + 1,
+            "atoms": [atom.name for atom in atoms[module.first : module.last]],
+            "layers": [layer for atom in atoms[module.first : module.last] for layer in atom.layers],
+            "memory_bytes": module.memory,
+        }
+        for module in session.world.modules
+    ]
+
+
+def _wire(records: Sequence[Record]) -> dict[str, Any]:
+    """Return the bytes that the rounds moved and how many answers were lost, where an engine has counted.
+
+    The closing evaluation is left out: it moves the same for every method.
+    """
+    moved = wire_bytes(records)
+    return {} if moved is None else {"wire": moved, "faults": fault_count(records)}
+
+
+def simulated_seconds(records: Iterable[Record]) -> dict[str, float]:
+    """Return the training time that the device pool would have taken: a round lasts as long as its slowest client."""
+    slowest = [
+        max(record["times"].values(), key=lambda time: time["computation_s"] + time["access_s"])
+        for record in records
+        if record.get("times")
+    ]
+    parts = {name: sum(time[name] for time in slowest) for name in ("computation_s", "access_s")}
+    return {**parts, "total_s": sum(parts.values())}
+
+
+def training_memory(records: Iterable[Record]) -> dict[str, int] | None:
+    """Return the bytes that clients' training takes in the cost model; None where the journal does not say.
+
+    `least_bytes` is what a device needs to do the smallest task of every round: the largest, over the rounds, of each
+    round's smallest task. `peak_bytes` is the largest task of all.
+    """
+    rounds = [
+        [time.get("memory_bytes") for time in record["times"].values()] for record in records if record.get("times")
+    ]
+    known = [[size for size in sizes if size is not None] for sizes in rounds]
+    if not rounds or known != rounds:
+        return None
+    return {"least_bytes": max(map(min, known)), "peak_bytes": max(map(max, known))}
+
+
+def wire_bytes(records: Iterable[Record]) -> dict[str, int] | None:
+    """Return the bytes that a run has moved, and those that jFAT would have; None where no engine counted them."""
+    counted = [record["wire"] for record in records if "wire" in record]
+    if not counted:
+        return None
+    return {part: sum(wire[part] for wire in counted) for part in ("sent", "received", "jfat")}
+
+
+def fault_count(records: Iterable[Record]) -> int:
+    """Return how often a client's answer was missing, failed or could not be used."""
+    return sum(len(faulty_clients(record)) for record in records)
+
+
+def faulty_clients(record: Record) -> dict[str, list[str]]:
+    """Return the clients of a round whose answers were lost, each with the reasons."""
+    reasons: dict[str, list[str]] = {}
+    for kind, clients in record.get("missing", {}).items():
+        for client in clients:
+            reasons.setdefault(str(client), []).append(f"no answer ({kind})")
+    for key in ("dropped", "faults"):
+        for client, reason in record.get(key, {}).items():
+            reasons.setdefault(str(client), []).append(str(reason))
+    return reasons

@@ -1,0 +1,42 @@
+"""A table of settings: keys with their types, defaults, limits and meaning, defined beside the code that uses them."""
+
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict
+
+_REGISTERED: dict[str, type["Section"]] = {}
+
+
+class Section(BaseModel):
+    """The base of all tables: fixed once made, no unknown key, no silent conversion."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    machine_keys: ClassVar[frozenset[str]] = frozenset()
+    """Keys about the machine a run uses: a resumed run may have other values."""
+
+    def conflicts(self, config: Any) -> Iterator[str]:
+        """Yield a line for each value that does not fit the rest of the configuration."""
+        yield from ()
+
+
+S = TypeVar("S", bound=type[Section])
+
+
+def section(name: str) -> Callable[[S], S]:
+    """Make a class a table of the configuration: `[name]` in a file, `config.of(the class)` in the code."""
+
+    def register(kind: S) -> S:
+        known = _REGISTERED.setdefault(name, kind)
+        if known.__qualname__ != kind.__qualname__:
+            raise TypeError(f"the table [{name}] is defined by {known.__qualname__} already")
+        _REGISTERED[name] = kind
+        return kind
+
+    return register
+
+
+def registered_sections() -> Mapping[str, type[Section]]:
+    """Return every table that was registered, by its name."""
+    return MappingProxyType(_REGISTERED)

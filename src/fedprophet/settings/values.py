@@ -1,0 +1,131 @@
+"""The values that settings take besides plain numbers and texts: shares, sizes, names from a registry, tables."""
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
+
+from fedprophet.errors import ConfigError
+from fedprophet.settings.toml import toml_item
+from fedprophet.sizes import parse_budget, parse_size
+
+CUSTOM = "custom"
+"""The name of a model or dataset that was passed in from Python."""
+_RATIO = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*/\s*([0-9]+(?:\.[0-9]+)?)\s*")
+_SHARE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """Put into `Annotated`: the name of a type, and the values it accepts, in words."""
+
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """Put into `Annotated`: the text must be a name in a registry, which also has a line of help for each name.
+
+    The registry is read when a value is checked, so names that are registered later count too.
+    """
+
+    choices: Callable[[], Mapping[str, str]]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def _check(self, name: str) -> str:
+        if name not in self.choices():
+            raise ValueError("not in the registry")
+        return name
+
+
+def share_of(value: int | str, whole: int) -> int:
+    """Return a number as it is, and a share such as "20%" as its part of the whole, rounded down."""
+    share = _share(value)
+    return int(value) if share is None else math.floor(share * whole)
+
+
+def _share(value: int | str) -> Fraction | None:
+    match = _SHARE.fullmatch(value) if isinstance(value, str) else None
+    return Fraction(match[1]) / 100 if match else None
+
+
+def _ratio(value: object) -> object:
+    """Turn "8/255" into its number; leave everything else to the check of the type."""
+    match = _RATIO.fullmatch(value) if isinstance(value, str) else None
+    return float(match[1]) / float(match[2]) if match and float(match[2]) > 0 else value
+
+
+def _check_rounds(value: int | str) -> int | str:
+    share = _share(value)
+    if not (share < 1 if share is not None else isinstance(value, int) and value >= 0):
+        raise ValueError("not a number of rounds")
+    return value
+
+
+def _check_samples(value: int | str) -> int | str:
+    share = _share(value)
+    if not (0 < share < 1 if share is not None else isinstance(value, int) and value >= 1):
+        raise ValueError("not a number of samples")
+    return value
+
+
+def _parsed_by(parse: Callable[[int | str], int]) -> AfterValidator:
+    """Return a check that a value can be parsed; the value stays as it was written."""
+
+    def check(value: int | str) -> int | str:
+        try:
+            parse(value)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        return value
+
+    return AfterValidator(check)
+
+
+def _check_options(table: dict[str, Any]) -> dict[str, Any]:
+    """Refuse what TOML or JSON cannot hold: the options are written to both."""
+    toml_item(table).as_string().encode()
+    try:
+        json.dumps(table, allow_nan=False)
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+    return table
+
+
+Ratio = Annotated[float, BeforeValidator(_ratio)]
+Rounds = Annotated[
+    int | str,
+    AfterValidator(_check_rounds),
+    Allowed("integer or text", 'a whole number of at least 0, or a share of `rounds` below 100 %, such as "20%"'),
+]
+Samples = Annotated[
+    int | str,
+    AfterValidator(_check_samples),
+    Allowed("integer or text", 'a whole number of at least 1, or a share above 0 and below 100 %, such as "50%"'),
+]
+Budget = Annotated[
+    int | str,
+    _parsed_by(lambda value: parse_budget(value, whole=10**12)),
+    Allowed("text or integer", 'a size such as "60MB", "64MiB" or a number of bytes, or a share such as "25%"'),
+]
+Size = Annotated[
+    int | str,
+    _parsed_by(parse_size),
+    Allowed("text or integer", 'a size such as "2GB", "512MiB" or a number of bytes'),
+]
+Options = Annotated[
+    dict[str, Any],
+    AfterValidator(_check_options),
+    Allowed("table", "a table of numbers, texts, true/false, lists and tables"),
+]
+Names = Annotated[list[str], Allowed("list", 'a list of names, such as ["vgg11", "vgg16"]')]
+Clients = Literal["all"] | Annotated[int, Field(ge=1)]

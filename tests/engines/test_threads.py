@@ -1,0 +1,38 @@
+"""Torch's number of threads: set for a while, put back afterwards."""
+
+import pytest
+import torch
+
+from fedprophet.config.load import parse_config
+from fedprophet.engines.threads import ONE_THREAD, OneThread, threads_of, torch_threads
+
+
+@pytest.fixture(autouse=True)
+def _threads():
+    with torch_threads(3):
+        yield
+
+
+def test_threads_come_back_after_an_error_too():
+    with torch_threads(2):
+        assert torch.get_num_threads() == 2
+    with pytest.raises(KeyError), torch_threads(2):
+        raise KeyError
+    assert torch.get_num_threads() == 3
+
+
+def test_one_thread_ends_with_its_last_holder():
+    one = OneThread()
+    with one:
+        with one:
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == 3
+
+
+def test_a_configuration_decides():
+    assert threads_of(parse_config({"engine": "workers", "threads": 2})) is ONE_THREAD
+    assert torch.get_num_threads() == 3
+    with threads_of(parse_config({"engine": "plain", "threads": 2})):
+        assert torch.get_num_threads() == 2
+    assert torch.get_num_threads() == 2

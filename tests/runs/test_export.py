@@ -1,0 +1,71 @@
+"""The exported model's norm layers: whose enter the average, and whose do not."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from fedprophet.runs.export import average_local, write_model
+from fedprophet.runs.run import reopen
+
+
+class Tampered:
+    """An engine that spoils one client's own layers when it is asked for them."""
+
+    def __init__(self, engine, client, spoil):
+        self.engine, self.client, self.spoil = engine, client, spoil
+
+    def map(self, tasks):
+        for answer in self.engine.map(tasks):
+            hit = answer.client == self.client and answer.local
+            yield replace(answer, local=self.spoil(answer.local)) if hit else answer
+
+
+@pytest.fixture(scope="module")
+def trained(tiny, play_in_memory):
+    """A run after whose round every client has norm layers of its own."""
+    return play_in_memory(tiny({"method": "jfat", "population.cohort": 6}), rounds=1)
+
+
+def test_layers_that_cannot_be_averaged_do_not_enter_the_exported_model(trained, same_tensors) -> None:
+    session, state = trained.session, trained.states[-1]
+    without = average_local(session, state, Tampered(session.engine, 2, lambda local: {}))
+    assert not same_tensors(without, average_local(session, state, session.engine))
+    for spoil in (
+        lambda local: {name: value * math.nan for name, value in local.items()},
+        lambda local: {name: torch.ones(3) for name in local},
+        lambda local: {**local, "foreign": torch.ones(3)},
+    ):
+        assert same_tensors(average_local(session, state, Tampered(session.engine, 2, spoil)), without)
+
+
+def test_norm_layers_of_the_exported_model_follow_the_rule_too(tiny, play_in_memory) -> None:
+    """One client claims a thousandfold; the median of six is between what honest ones have."""
+    found = {}
+    for rule in ("mean", "median"):
+        played = play_in_memory(tiny({"method": "jfat", "population.cohort": 6, "aggregate.rule": rule}), rounds=1)
+        session, state = played.session, played.states[-1]
+        engine = Tampered(session.engine, 2, lambda local: {name: 1000 * value for name, value in local.items()})
+        name = next(name for name in session.initial_local if name.endswith("running_var"))
+        honest = torch.stack([own[name] for client, own in played.layers[-1].items() if client != 2])
+        found[rule] = average_local(session, state, engine)[name], honest.amax(dim=0)
+    value, largest = found["median"]
+    assert bool((value <= largest).all())
+    value, largest = found["mean"]
+    assert bool((value > 10 * largest).any())
+
+
+def test_the_model_says_how_to_feed_it(finished, tmp_path):
+    with safe_open(finished / "model.safetensors", "pt") as file:
+        metadata = file.metadata()
+    run = reopen(finished)
+    assert metadata["model"] == "vgg-small"
+    assert json.loads(metadata["options"]) == {"width": 4}
+    assert (metadata["input"], metadata["classes"], metadata["rounds"]) == ("1x8x8", "10", "4")
+    assert tuple(json.loads(metadata["normalize_mean"])) == run.session.dataset.mean
+    assert tuple(json.loads(metadata["normalize_std"])) == run.session.dataset.std
+    write_model(run, tmp_path / "deep" / "model.safetensors")
+    assert (tmp_path / "deep" / "model.safetensors").read_bytes() == (finished / "model.safetensors").read_bytes()

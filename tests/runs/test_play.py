@@ -1,0 +1,347 @@
+"""A run is played, stopped at any moment, resumed and finished: it always ends with the same bytes."""
+
+import errno
+import json
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from fedprophet.cascade.atoms import chain_of
+from fedprophet.engines import make_engine
+from fedprophet.engines.plain import PlainEngine
+from fedprophet.errors import CheckpointError, ConfigError, TrainingError
+from fedprophet.runs.files import RunFiles
+from fedprophet.runs.journal import Journal
+from fedprophet.runs.play import play
+from fedprophet.runs.run import RunStoppedError, reopen, start
+from fedprophet.storage.locks import folder_lock
+
+# An ordinary run ----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_leaves_its_config_journal_checkpoints_model_and_results(finished):
+    names = {str(file.relative_to(finished)) for file in finished.rglob("*") if file.is_file()}
+    assert {name for name in names if "/" not in name and not name.startswith(".")} == {
+        "config.toml", "inputs.json", "journal.jsonl", "timings.jsonl", "model.safetensors", "results.json",
+    }  # fmt: skip
+    assert {name for name in names if name.startswith("checkpoints")} == {
+        f"checkpoints/round-00000{r}/{name}" for r in (3, 4) for name in ("state.json", "tensors.safetensors")
+    }
+    assert not any("tmp" in name for name in names)
+    lines = [json.loads(line) for line in (finished / "journal.jsonl").read_text().splitlines()]
+    assert [line["round"] for line in lines] == [1, 2, 3, 4]
+    assert [json.loads(line)["round"] for line in (finished / "timings.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
+    assert "seconds" not in lines[0]
+    results = json.loads((finished / "results.json").read_text())
+    assert results["rounds"] == 4
+    assert [module["index"] for module in results["modules"]] == [1, 2]
+    assert all(module["memory_bytes"] <= results["budget_bytes"] for module in results["modules"])
+    assert {"closing", "wire", "faults"}.isdisjoint(results), "an engine without accounts has none at the end"
+    run = reopen(finished)
+    asked = run.session.world.clients.sample(2, 4, "evaluate")
+    held_out = sum(len(run.session.population.client_data(client).validation) for client in asked)
+    assert results["personalised"]["pgd1"]["samples"] == held_out
+
+
+def test_another_seed_gives_other_bytes(tiny, small, tmp_path, contents, undisturbed):
+    play(start(tiny({**small, "seed": 1}), tmp_path / "other"))
+    other = contents(tmp_path / "other")
+    assert all(other[name] != undisturbed[name] for name in ("journal.jsonl", "model.safetensors"))
+
+
+def test_the_number_of_threads_is_recorded_and_used_again(tiny, small, tmp_path):
+    try:
+        torch.set_num_threads(2)
+        run = start(tiny({**small, "engine": "plain", "threads": 0}), tmp_path / "run")
+        assert "threads = 2" in run.files.config.read_text()
+        torch.set_num_threads(1)
+        reopen(tmp_path / "run")
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("method", ["fedprophet", "jfat"])
+def test_shards_that_are_empty_or_smaller_than_a_batch_work(tiny, small, tmp_path, method):
+    settings = {**small, "method": method, "population.clients": 300, "shards.kind": "dirichlet"}
+    settings |= {"shards.concentration": 0.01, "evaluate.clients": 4, "measure.clients": 4, "population.cohort": 6}
+    run = start(tiny(settings), tmp_path / "run")
+    sizes = [run.session.population.samples(client) for client in range(300)]
+    assert min(sizes) == 0
+    results = play(run)
+    assert all(json.loads(line)["dropped"] == {} for line in run.files.journal.read_text().splitlines())
+    cohorts = [run.session.world.clients.cohort(r) for r in range(1, results["rounds"] + 1)]
+    assert min(sizes[client] for cohort in cohorts for client in cohort) < 16
+    assert results["global"]["clean"]["samples"] == 40
+
+
+def test_clients_without_any_held_out_sample_work(tiny, small, tmp_path):
+    settings = {**small, "population.clients": 1400, "shards.kind": "iid"}
+    results = play(start(tiny(settings), tmp_path / "run"))
+    assert results["personalised"]["clean"]["samples"] == 0
+
+
+# Stopped and resumed ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("every", "after_round"), [(1, 1), (3, 2)])
+def test_ctrl_c_after_a_round(tiny, small, stop, tmp_path, contents, undisturbed, every, after_round):
+    settings = {**small, "checkpoint.every": every}
+    with pytest.raises(RunStoppedError) as stopped:
+        play(start(tiny(settings), tmp_path / "run"), stop(after_round=after_round))
+    assert str(stopped.value) == (
+        f"stopped after round {after_round}; nothing is lost. Go on with: fedprophet train --resume {tmp_path / 'run'}"
+    )
+    run = reopen(tmp_path / "run")
+    assert run.state.round == after_round, "a checkpoint is written whatever checkpoint.every says"
+    play(run)
+    assert contents(tmp_path / "run") == undisturbed
+
+
+@pytest.mark.parametrize(("by_kill", "in_task"), [(False, 8), (True, 3), (True, 19)])
+def test_stopped_within_a_round(tiny, small, stop, killed, tmp_path, contents, undisturbed, in_task, by_kill):
+    error = killed if by_kill else KeyboardInterrupt
+    with pytest.raises((RunStoppedError, killed)):
+        play(start(tiny({**small, "checkpoint.every": 2}), tmp_path / "run"), stop(error, in_task=in_task))
+    play(reopen(tmp_path / "run"))
+    assert contents(tmp_path / "run") == undisturbed
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_ctrl_c_while_the_journal_is_written(stopped, contents, undisturbed, monkeypatch, when):
+    """The state may be saved with its line in the journal, or without both; never the one without the other."""
+    real = Journal.append
+
+    def append(journal, record):
+        if when == "after":
+            real(journal, record)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "append", append)
+        with pytest.raises(RunStoppedError, match="stopped after round 3"):
+            play(reopen(stopped))
+    play(reopen(stopped))
+    assert contents(stopped) == undisturbed
+
+
+def test_ctrl_c_in_the_first_round_and_in_the_closing_evaluation(tiny, small, stop, tmp_path, contents, undisturbed):
+    path = tmp_path / "a run's folder"
+    with pytest.raises(RunStoppedError, match=r"stopped in its first round.*--resume '.*a run'\"'\"'s folder'$"):
+        play(start(tiny(small), path), stop(in_task=3))
+    assert not (path / "checkpoints").exists()
+    with pytest.raises(RunStoppedError, match="stopped in its closing evaluation; nothing is lost"):
+        play(reopen(path), stop(in_finish=True))
+    assert not (path / "results.json").exists()
+    play(reopen(path))
+    assert contents(path) == undisturbed
+
+
+def kill_at(monkeypatch, number, error):
+    """Let the process end right before the `number`-th step that makes something durable."""
+    count = [0]
+
+    def counted(real):
+        def step(*arguments, **keywords):
+            count[0] += 1
+            if count[0] == number:
+                raise error
+            return real(*arguments, **keywords)
+
+        return step
+
+    for owner, name in ((os, "fsync"), (Path, "replace"), (Path, "rename"), (shutil, "rmtree")):
+        monkeypatch.setattr(owner, name, counted(getattr(owner, name)))
+
+
+def start_or_reopen(config, path):
+    return reopen(path) if RunFiles(path).config.exists() else start(config, path)
+
+
+DURABLE_STEPS = 56
+
+
+@pytest.mark.parametrize(
+    "number",
+    [8, 29, 53, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, DURABLE_STEPS, 2) if n not in (29, 53))],
+)
+def test_killed_before_a_step_that_makes_something_durable(
+    tiny, small, tmp_path, contents, undisturbed, monkeypatch, killed, number
+):
+    config = tiny({**small, "checkpoint.every": 1 + number % 2})
+    with monkeypatch.context() as patch:
+        kill_at(patch, number, killed)
+        try:
+            play(start(config, tmp_path / "run"))
+        except killed:
+            pass
+        else:
+            pytest.skip("the run has fewer steps")
+    play(start_or_reopen(config, tmp_path / "run"))
+    assert contents(tmp_path / "run") == undisturbed
+    assert not list((tmp_path / "run" / "checkpoints").glob("*.tmp"))
+
+
+def test_what_a_kill_left_half_written_does_not_matter(stopped, contents, undisturbed):
+    checkpoints = stopped / "checkpoints"
+    shutil.copytree(checkpoints / "round-000002", checkpoints / "round-000003.tmp")
+    (checkpoints / "round-000003.tmp" / "state.json").write_text('{"format": 1')
+    (stopped / ".model.safetensors.tmp").write_bytes(b"half")
+    with (stopped / "journal.jsonl").open("ab") as file:
+        file.write(b'{"round":4,"modu')
+    play(reopen(stopped))
+    assert contents(stopped) == undisturbed
+    assert not list(checkpoints.glob("*.tmp"))
+
+
+def test_resuming_a_finished_run_changes_nothing(finished, undisturbed):
+    before = {file: (file.stat().st_mtime_ns, file.read_bytes()) for file in finished.rglob("*") if file.is_file()}
+    assert play(reopen(finished)) == json.loads(undisturbed["results.json"])
+    after = {file: (file.stat().st_mtime_ns, file.read_bytes()) for file in finished.rglob("*") if file.is_file()}
+    assert after == before
+
+
+def test_a_finished_run_makes_its_model_again(finished, contents, undisturbed):
+    (finished / "model.safetensors").unlink()
+    play(reopen(finished))
+    assert contents(finished) == undisturbed
+
+
+@pytest.mark.parametrize("name", ["results.json", "inputs.json"])
+def test_a_damaged_file_is_named_and_made_again(finished, contents, undisturbed, name):
+    (finished / name).write_text("{")
+    with pytest.raises(CheckpointError, match=rf"{name} is damaged\. Delete it: it is made again"):
+        play(reopen(finished))
+    (finished / name).unlink()
+    play(reopen(finished))
+    assert contents(finished) == undisturbed
+
+
+# What can be wrong --------------------------------------------------------------------------------------------------
+
+
+def test_two_processes_do_not_work_on_one_run(stopped, contents, undisturbed):
+    run = reopen(stopped)
+    with folder_lock(stopped), pytest.raises(CheckpointError, match="another process is working on"):
+        play(run)
+    play(run)
+    assert contents(stopped) == undisturbed
+
+
+@pytest.mark.parametrize("number", [1, 5, 45])
+def test_a_full_disk_is_said_and_nothing_is_lost(tiny, small, tmp_path, contents, undisturbed, monkeypatch, number):
+    """From some step on nothing more fits; then there is room again."""
+    path, count, real = tmp_path / "run", [0], os.fsync
+
+    def full(file):
+        count[0] += 1
+        if count[0] >= number:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(file)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(CheckpointError, match=r"cannot write .*: No space left on device\. .*[Mm]ake room there"):
+            play(start(tiny(small), path))
+    play(start_or_reopen(tiny(small), path))
+    assert contents(path) == undisturbed
+
+
+def test_three_rounds_in_a_row_without_an_update_stop_the_run(tiny, tmp_path, monkeypatch):
+    settings = {"method": "jfat", "rounds": 7, "checkpoint.every": 50, "train.iterations": 1, "attack.steps": 1}
+    settings |= {"evaluate.clients": 1, "evaluate.steps": 1, "evaluate.test_samples": 10}
+    path, real = tmp_path / "run", PlainEngine.map
+
+    def broken(self, tasks):
+        for answer in real(self, tasks):
+            if answer.kind == "train" and answer.round in (2, 4, 5, 6):
+                nan = {name: value * float("nan") for name, value in answer.parameters.items()}
+                answer = replace(answer, parameters=nan)
+            yield answer
+
+    monkeypatch.setattr(PlainEngine, "map", broken)
+    with pytest.raises(TrainingError, match=r"3 rounds in a row had no usable update \(client \d: .* is not finite"):
+        play(start(tiny(settings), path))
+    lines = [json.loads(line) for line in (path / "journal.jsonl").read_text().splitlines()]
+    assert [line["round"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert [len(line["dropped"]) for line in lines] == [0, 2, 0, 2, 2, 2]
+    monkeypatch.setattr(PlainEngine, "map", real)
+    run = reopen(path)
+    assert (run.state.round, run.state.failures) == (6, 3)
+    assert play(run)["rounds"] == 7
+
+
+# An engine with accounts ---------------------------------------------------------------------------------------------
+
+
+class Accounting:
+    """An engine that counts each task as a byte sent, and has a fault of client 0 in every account."""
+
+    def __init__(self, engine):
+        self.engine, self.sent, self.all_sent, self.accounts = engine, 0, 0, []
+
+    def map(self, tasks):
+        tasks = list(tasks)
+        self.sent += len(tasks)
+        self.all_sent += len(tasks)
+        yield from self.engine.map(tasks)
+
+    def account(self):
+        wire = {"sent": self.sent, "received": 2 * self.sent, "jfat": 0}
+        self.sent = 0
+        self.accounts.append({"wire": wire, "faults": {"0": f"reason {len(self.accounts)}"}})
+        return self.accounts[-1]
+
+
+def test_the_closing_evaluation_has_an_account_of_its_own(tiny, small, tmp_path):
+    run = start(tiny(small), tmp_path / "run", engine=lambda parts: Accounting(make_engine(parts)))
+    results, engine = play(run), run.session.engine
+    *rounds, last = engine.accounts
+    assert len(rounds) == results["rounds"]
+    assert results["closing"] == last
+    assert last["wire"]["sent"] > 0
+    assert results["wire"] == {
+        part: sum(account["wire"][part] for account in rounds) for part in ("sent", "received", "jfat")
+    }
+    assert results["faults"] == len(rounds)
+    # Nothing was asked after the account: it is complete.
+    assert engine.sent == 0
+    assert results["wire"]["sent"] + results["closing"]["wire"]["sent"] == engine.all_sent
+
+
+# A model of one's own -----------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+        self.two = nn.Sequential(nn.Conv2d(4, 4, 3, stride=2), nn.BatchNorm2d(4), nn.ReLU())
+        self.head = nn.Linear(36, 10)
+
+    def forward(self, x):
+        return self.head(self.two(self.one(x)).flatten(1))
+
+
+def test_a_model_of_ones_own_is_left_as_it_is_and_handed_over_again_to_resume(
+    tiny, small, stop, tmp_path, contents, same_tensors
+):
+    torch.manual_seed(4)
+    net = Net()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    config = tiny({**small, "memory.budget": "90%", "model.options": {}})
+    play(start(config, tmp_path / "chain", model=chain_of(net)))
+    assert same_tensors(dict(net.state_dict()), before)
+    with pytest.raises(RunStoppedError):
+        play(start(config, tmp_path / "model", model=net), stop(after_round=2))
+    assert same_tensors(dict(net.state_dict()), before)
+    with pytest.raises(ConfigError, match=r"go on with fedprophet\.resume\(RUN, model=…\)"):
+        reopen(tmp_path / "model")
+    play(reopen(tmp_path / "model", model=net))
+    play(start(config, tmp_path / "undisturbed", model=net))
+    assert contents(tmp_path / "model") == contents(tmp_path / "undisturbed")

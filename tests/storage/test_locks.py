@@ -1,0 +1,94 @@
+"""A folder's lock between processes, for which other descriptors of the same file stand."""
+
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from fedprophet.storage.locks import folder_lock
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from fedprophet.storage.locks import folder_lock
+with folder_lock(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+class RefusedError(Exception):
+    pass
+
+
+def refuse():
+    raise RefusedError
+
+
+def held(folder):
+    """Whether somebody else would find the folder locked."""
+    file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(file)
+    return False
+
+
+def test_it_is_held_in_the_block_alone_and_its_file_is_hidden(tmp_path):
+    with folder_lock(tmp_path):
+        assert held(tmp_path)
+    assert not held(tmp_path)
+    with pytest.raises(KeyError), folder_lock(tmp_path):
+        raise KeyError
+    assert not held(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == [".lock"]
+
+
+def test_a_second_one_waits_or_is_refused(tmp_path):
+    order = []
+    with folder_lock(tmp_path):
+        with pytest.raises(RefusedError), folder_lock(tmp_path, refuse):
+            order.append("never")
+        assert held(tmp_path), "the first one still has it"
+
+        def second():
+            with folder_lock(tmp_path, lambda: order.append("waiting")):
+                order.append("second")
+
+        thread = threading.Thread(target=second)
+        thread.start()
+        while not order:
+            pass
+        order.append("first")
+    thread.join()
+    assert order == ["waiting", "first", "second"]
+
+
+def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch):
+    def none(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    done = []
+    with folder_lock(tmp_path, refuse):
+        done.append(True)
+    assert done
+
+
+@pytest.mark.slow
+def test_the_lock_of_a_killed_process_is_gone(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"held\n"
+    with pytest.raises(RefusedError), folder_lock(tmp_path, refuse):
+        pass
+    process.kill()
+    process.wait()
+    with folder_lock(tmp_path, refuse):
+        pass
