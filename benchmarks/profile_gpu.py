@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from fedprophet.bench.rounds import Case, Settings, cases_of, start_of
+from fedprophet.bench.rounds import Case, RoundsSettings, cases_of, start_of
 from fedprophet.bench.synthetic import sizes_of, synthetic
 from fedprophet.messages.answers import Answer
 from fedprophet.messages.tasks import Task
@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--kernels", type=int, default=0, help="how many kernels to list")
     parser.add_argument("--preset", default="cifar10-balanced")
     arguments = parser.parse_args()
-    settings = Settings(arguments.preset)
+    settings = RoundsSettings(arguments.preset)
     data = synthetic(sizes_of(settings.config("jfat").data), 0)
     named = [Case("jfat") if name == "jfat" else Case("fedprophet", int(name) - 1) for name in arguments.cases]
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; seconds a round: training, evaluation, other")

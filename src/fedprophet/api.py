@@ -6,10 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from fedprophet.attacks.names import parse_attacks
-from fedprophet.cascade.atoms import Chain
 from fedprophet.config.config import Config
 from fedprophet.config.load import load_config, parse_config
 from fedprophet.data.dataset import Dataset
@@ -19,6 +16,7 @@ from fedprophet.runs.export import write_model
 from fedprophet.runs.observer import Observer
 from fedprophet.runs.play import play
 from fedprophet.runs.run import open_to_read, reopen, start
+from fedprophet.runs.session import OwnModel
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class TrainedRun:
 def train(
     config: Config | Mapping[str, Any] | str | Path | None = None,
     *,
-    model: nn.Module | Chain | None = None,
+    model: OwnModel = None,
     data: Dataset | None = None,
     out: str | Path | None = None,
     overrides: Sequence[str] = (),
@@ -48,13 +46,9 @@ def train(
 
 
 def resume(
-    path: str | Path,
-    *,
-    model: nn.Module | Chain | None = None,
-    data: Dataset | None = None,
-    observer: Observer | None = None,
+    path: str | Path, *, model: OwnModel = None, data: Dataset | None = None, observer: Observer | None = None
 ) -> TrainedRun:
-    """Go on with a run that was stopped; a model or data of your own must be handed over again."""
+    """Resume a run that was stopped; pass a model or data of your own again."""
     return TrainedRun(Path(path), play(reopen(Path(path), model, data), observer))
 
 
@@ -64,13 +58,13 @@ def evaluate(
     *,
     samples: int | None = None,
     masking_check: bool = True,
-    model: nn.Module | Chain | None = None,
+    model: OwnModel = None,
     data: Dataset | None = None,
 ) -> dict[str, Any]:
     """Return a run's personalised and global accuracy under each attack, and warnings of gradient masking.
 
     `samples` limits how many samples of the test set, and about how many of all clients together, are used. What is
-    measured is kept in the run's folder, so that a call that was stopped goes on; the result is in evaluation.json.
+    measured is kept in the run's folder, so that a stopped call can continue; the result is in evaluation.json.
     """
     names = parse_attacks(attacks if isinstance(attacks, str) else ",".join(attacks))
     check_samples(samples)
@@ -79,9 +73,7 @@ def evaluate(
         return evaluate_run(run, names, samples, masking_check).to_json()
 
 
-def export(
-    path: str | Path, out: str | Path, *, model: nn.Module | Chain | None = None, data: Dataset | None = None
-) -> None:
+def export(path: str | Path, out: str | Path, *, model: OwnModel = None, data: Dataset | None = None) -> None:
     """Write a run's model as one safetensors file; its metadata say where its norm layers come from."""
     run = open_to_read(Path(path), model, data)
     with closing(run.session):

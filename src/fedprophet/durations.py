@@ -1,4 +1,4 @@
-"""Time spans as people read them: `4.3 s`, `7.2 h`, and `2:03:40` where a clock runs down."""
+"""Time spans as people read them: `4.3 s`, `7.2 h`, and `2:03:40` on a clock."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ _FROM = (
     (2 * 3_600, Unit("h", 3_600)),
     (2 * 60, Unit("min", 60)),
 )
-"""From how many seconds on people use a unit: a day is too coarse for a few days, a minute for two of them."""
+"""The seconds from which a unit is used: days are too coarse for a few days, minutes for one or two."""
 
 
 def unit_of(seconds: float) -> Unit:
@@ -26,13 +26,13 @@ def unit_of(seconds: float) -> Unit:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a time span in the unit that suits it; of less than a tenth of a second two digits."""
+    """Return a time span in the unit that suits it, with two digits if it is below a tenth of a second."""
     unit = unit_of(seconds)
     return f"{seconds:.2g} s" if 0 < seconds < 0.1 else f"{seconds / unit.seconds:.1f} {unit.name}"
 
 
 def clock(seconds: float, with_hours: bool = False) -> str:
-    """Return a time span as a clock shows it: `1:05` or `2:03:40`; with hours in any case, `0:01:05`."""
+    """Return a time span as a clock shows it: `1:05` or `2:03:40`; `with_hours`, always `0:01:05`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours or with_hours else f"{minutes}:{rest:02}"

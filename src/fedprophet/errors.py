@@ -5,7 +5,7 @@ command line prints that text without a traceback and exits with code 2; any oth
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class FedProphetError(Exception):
@@ -33,12 +33,20 @@ class CheckpointError(FedProphetError):
 
 
 class TrainingError(FedProphetError):
-    """A run that cannot go on, its last checkpoint intact."""
+    """A run that cannot continue; its last checkpoint is intact."""
+
+
+def nearest(given: str, known: Iterable[str]) -> list[str]:
+    """Return the known name that is most like the given one, or nothing if none is."""
+    return difflib.get_close_matches(given, sorted(known), n=1, cutoff=0.5)
+
+
+def did_you_mean(guesses: Sequence[str]) -> str:
+    """Return the question about the first guess, after a blank; "" if there is none."""
+    return f" Did you mean {guesses[0]!r}?" if guesses else ""
 
 
 def unknown(kind: str, given: str, known: Iterable[str]) -> str:
-    """Return the text for an unknown name: the nearest match where there is one, then all that is known."""
+    """Return the text for an unknown name: the nearest match if there is one, then all that is known."""
     names = sorted(known)
-    nearest = difflib.get_close_matches(given, names, n=1, cutoff=0.5)
-    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-    return f"unknown {kind} {given!r}.{hint} Known: {', '.join(names) or 'none'}"
+    return f"unknown {kind} {given!r}.{did_you_mean(nearest(given, names))} Known: {', '.join(names) or 'none'}"

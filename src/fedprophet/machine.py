@@ -6,8 +6,8 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from fedprophet.randomness import generator
+from fedprophet.threads import torch_threads
 from fedprophet.version import __version__
 
 PROC = Path("/proc")
@@ -55,19 +56,21 @@ def describe() -> dict[str, Any]:
         "cores": cores(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "load": load(),
-        "gpu": torch.cuda.get_device_name() if has_gpu() else None,
-        "gpu_memory_bytes": torch.cuda.get_device_properties(0).total_memory if has_gpu() else None,
-        "cuda": torch.version.cuda if has_gpu() else None,
-        "triton": _version("triton") if has_gpu() else None,
-        "tf32": {
-            "convolutions": torch.backends.cudnn.allow_tf32,
-            "products": torch.backends.cuda.matmul.allow_tf32,
-        }
-        if has_gpu()
-        else None,
+        **(_gpu() if has_gpu() else dict.fromkeys(("gpu", "gpu_memory_bytes", "cuda", "triton", "tf32"))),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "fedprophet": __version__,
+    }
+
+
+def _gpu() -> dict[str, Any]:
+    matrix, convolution = torch.backends.cuda.matmul, torch.backends.cudnn
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "gpu_memory_bytes": torch.cuda.get_device_properties(0).total_memory,
+        "cuda": torch.version.cuda,
+        "triton": _version("triton"),
+        "tf32": {"convolutions": convolution.allow_tf32, "products": matrix.allow_tf32},
     }
 
 
@@ -75,8 +78,7 @@ def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        module = sys.modules.get(package)
-        return getattr(module, "__version__", None)
+        return getattr(sys.modules.get(package), "__version__", None)
 
 
 def now() -> float:
@@ -99,7 +101,7 @@ def product_rate(device: str, seconds: float = PRODUCT_SECONDS, side: int | None
     draw = generator(0, "matrix product", device=device)
     a, b = (torch.randn(side, side, generator=draw, device=device).to(kind) for _ in range(2))
     result = torch.empty_like(a)
-    with threads(cores()):
+    with torch_threads(cores()):
         best, end = 0.0, now() + seconds
         torch.mm(a, b, out=result)
         while not best or now() < end:
@@ -107,17 +109,6 @@ def product_rate(device: str, seconds: float = PRODUCT_SECONDS, side: int | None
             torch.mm(a, b, out=result)
             best = max(best, 2 * side**3 / (now() - began))
     return best
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Let torch use this many threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 # Memory: what torch has allocated on a GPU, the resident pages on a CPU.
@@ -142,7 +133,6 @@ def peak_bytes(workers: Sequence[int] = ()) -> int:
 
 
 def resident_bytes() -> int:
-    """Return the memory that this process uses now."""
     return _status(os.getpid(), "VmRSS") or _life_peak()
 
 

@@ -37,7 +37,7 @@ def _has_gpu() -> bool:
 def seed_global(number: int) -> None:
     """Seed torch's global generators, as `torch.manual_seed` does.
 
-    Where there is no GPU that one still writes down for a GPU where it was called from, which takes milliseconds.
+    Without a GPU that function still records its caller's stack for one, which takes milliseconds.
     """
     if _has_gpu():
         torch.manual_seed(number)

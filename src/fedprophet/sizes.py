@@ -22,25 +22,30 @@ _SHARE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*%\s*")
 
 
 def parse_size(text: str | int) -> int:
-    """Return a size in bytes; raise ConfigError where the text is no positive size."""
+    """Return a size in bytes; raise ConfigError if the text is not a positive size."""
     if isinstance(text, bool) or not isinstance(text, int | str):
         raise ConfigError(f"{text!r} is not a size. Allowed: 60MB, 1.5GB, 64MiB or a number of bytes")
     match = _PATTERN.fullmatch(str(text))
-    if match is None or match[2].upper() not in UNITS:
+    unit = UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None:
         raise ConfigError(f"{str(text)!r} is not a size. Allowed: 60MB, 1.5GB, 64MiB or a number of bytes")
-    size = (
-        round(float(match[1]) * UNITS[match[2].upper()]) if "." in match[1] else int(match[1]) * UNITS[match[2].upper()]
-    )
+    size = round(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
     if size <= 0:
         raise ConfigError(f"a size must be positive, not {str(text)!r}")
     return size
 
 
+def parse_share(text: str | int) -> Fraction | None:
+    """Return a share such as `25%`; None if the text is not one."""
+    match = _SHARE.fullmatch(text) if isinstance(text, str) else None
+    return Fraction(match[1]) / 100 if match else None
+
+
 def parse_budget(text: str | int, whole: int) -> int:
     """Return a memory budget in bytes: a size, or a share of what the whole model takes, as in `25%`."""
-    share = _SHARE.fullmatch(text) if isinstance(text, str) else None
+    share = parse_share(text)
     try:
-        budget = int(Fraction(share[1]) * whole / 100) if share else parse_size(text)
+        budget = parse_size(text) if share is None else int(share * whole)
     except ConfigError:
         budget = 0
     if budget <= 0:
@@ -52,7 +57,7 @@ def parse_budget(text: str | int, whole: int) -> int:
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
-    """Return the shape of one input, as in `3x32x32`; raise ConfigError where the text is none."""
+    """Return the shape of one input, as in `3x32x32`; raise ConfigError if the text is not one."""
     sides = text.strip().lower().split("x")
     if not all(side.isascii() and side.isdigit() and int(side) > 0 for side in sides):
         raise ConfigError(f"{text!r} is not an input shape. Allowed: positive numbers joined by x, as in 3x32x32")

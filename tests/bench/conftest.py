@@ -2,13 +2,13 @@
 
 import pytest
 
-from fedprophet.bench.rounds import Settings, dataset_of
+from fedprophet.bench.rounds import RoundsSettings, dataset_of
 
 
 @pytest.fixture
 def settings(tiny_flags):
     overrides = tuple(text for text in tiny_flags() if text != "--set")
-    return Settings("digits", overrides, repeat=2, limit=60.0)
+    return RoundsSettings("digits", overrides, repeat=2, limit=60.0)
 
 
 @pytest.fixture

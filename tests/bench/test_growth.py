@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fedprophet.bench import growth
-from fedprophet.bench.growth import PHASES, UNTIMED, GrowthSettings, Phases, TimedRoster, measure_growth
+from fedprophet.bench.growth import PHASES, UNTIMED, GrowthSettings, Phases, TimedPool, measure_growth
 from fedprophet.bench.synthetic import SIZES, synthetic
 from fedprophet.messages.tasks import Report
 from fedprophet.runs.session import assemble
@@ -20,7 +20,7 @@ ABOUT |= dict.fromkeys(("python", "torch", "cuda", "triton", "fedprophet"), "1")
 @pytest.fixture
 def settings(tiny_flags):
     overrides = tuple(text for text in tiny_flags() if text != "--set")
-    return GrowthSettings("digits", overrides, sizes=(40, 1_000), cohorts=(3, 6), rounds=2)
+    return GrowthSettings("digits", overrides, sizes=(1_000,), cohorts=(3, 6), rounds=1)
 
 
 def instant(settings, clients, tmp_path, cohort=3):
@@ -43,7 +43,7 @@ def test_everyone_owns_samples(settings, tmp_path):
 def test_the_cohorts_are_those_of_a_run(settings, tmp_path):
     session = instant(settings, 40, tmp_path)
     drawn = [session.world.clients.cohort(number) for number in (1, 2)]
-    assert isinstance(session.world.pool, TimedRoster)
+    assert isinstance(session.world.pool, TimedPool)
     assert drawn == [session.population.draw(number, 3, session.config.seed, "cohort") for number in (1, 2)]
 
 
@@ -99,21 +99,21 @@ def test_a_phase_within_another_counts_for_itself_alone(monkeypatch):
 def test_rows_of_every_population_and_cohort(settings):
     said = []
     rows = measure_growth(settings, said.append)
-    assert [(row["clients"], row["cohort"]) for row in rows] == [(40, 3), (1_000, 3), (1_000, 6)]
-    assert said[1:] == ["40 clients, cohorts of 3", "1,000 clients, cohorts of 3", "1,000 clients, cohorts of 6"]
+    assert [(row["clients"], row["cohort"]) for row in rows] == [(1_000, 3), (1_000, 6)]
+    assert said[1:] == ["1,000 clients, cohorts of 3", "1,000 clients, cohorts of 6"]
     for row in rows:
         assert row["eligible"] == row["clients"]
-        assert row["rounds"] == 2
+        assert row["rounds"] == 1
         assert set(row["seconds_by_phase"]) == set(PHASES)
         assert all(seconds > 0 for seconds in row["seconds_by_phase"].values())
         assert row["seconds_least"] <= row["seconds"] <= row["seconds_most"]
         assert row["resident_bytes"] > 10**7
         # Everyone who was drawn in the rounds, timed or not, has layers there, and nobody else.
-        assert row["cohort"] < row["clients_on_disk"] <= row["cohort"] * (2 + UNTIMED)
+        assert row["cohort"] < row["clients_on_disk"] <= row["cohort"] * (1 + UNTIMED)
         assert row["disk_bytes"] > 0
     found = growth.growth_document(settings, ABOUT, rows)
     for table in growth.growth_page(found).tables:
-        assert [cells[:2] for cells in table.cells()] == [["40", "3"], ["1,000", "3"], ["1,000", "6"]]
+        assert [cells[:2] for cells in table.cells()] == [["1,000", "3"], ["1,000", "6"]]
 
 
 def test_drawing_touches_the_cohort_alone(settings, tmp_path):

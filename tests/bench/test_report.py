@@ -1,11 +1,11 @@
-"""What is made of the samples: medians, speed-ups, shares, projections."""
+"""What is made of the timings: medians, speed-ups, shares, projections."""
 
 from dataclasses import replace
 
 import pytest
 
 from fedprophet.bench import report
-from fedprophet.bench.rounds import EVALUATION, TRAINING, WARMUP, Case, CaseResult, Sample, Settings
+from fedprophet.bench.rounds import EVALUATION, TRAINING, WARMUP, Case, CaseResult, RoundsSettings, Timing
 from fedprophet.display.tables import markdown
 
 ABOUT = {
@@ -28,7 +28,7 @@ PRODUCT = {"side": 2048, "type": "float32", "flops": 200e9}
 
 
 def sample(round, seconds, flops=1e9, peak=10**6):
-    return Sample(round, 10, seconds, flops, peak, first=2 * seconds)
+    return Timing(round, 10, seconds, flops, peak, first=2 * seconds)
 
 
 def measured(case, engine, training, warmup, evaluation, stages=1, server=0.25):
@@ -44,7 +44,7 @@ def settings(tiny_flags):
     # Ten rounds with two of warm-up, evaluated every third and at the end: four times.
     changes = {"rounds": 10, "train.warmup": 2, "evaluate.every": 3, "convergence.patience": 5}
     overrides = tuple(text for text in tiny_flags(changes) if text != "--set")
-    return Settings("digits", overrides, engines=("plain", "cuda"))
+    return RoundsSettings("digits", overrides, engines=("plain", "cuda"))
 
 
 @pytest.fixture

@@ -8,11 +8,13 @@ import torch
 from fedprophet.bench import rounds
 from fedprophet.bench.rounds import EVALUATION, PARTS, TRAINING, WARMUP, Case, Stopwatch, cases_of, measure, start_of
 from fedprophet.engines import ENGINES
+from fedprophet.engines.plain import PlainEngine
 from fedprophet.errors import ConfigError
 from fedprophet.messages.answers import Evaluated, Reported, Trained
 from fedprophet.messages.tasks import Report
 from fedprophet.runs.session import assemble
 from fedprophet.server.coordinator import play_round
+from fedprophet.threads import torch_threads
 
 
 def ignore(text):
@@ -72,12 +74,12 @@ def test_training_is_timed_after_it_was_done_once_with_and_without_the_attack(se
     assert engine.asked == [clean, clean, tasks, tasks]
     assert tasks[0].threat is not None
     # Two clients, two iterations each.
-    assert (watch.samples[TRAINING].seconds, watch.samples[TRAINING].first) == (4, 4)
-    assert watch.samples[WARMUP].seconds == 4
+    assert (watch.timings[TRAINING].seconds, watch.timings[TRAINING].first) == (4, 4)
+    assert watch.timings[WARMUP].seconds == 4
     assert watch.spent == 16
     # PGD-2: 7 forwards against 3.
-    assert watch.samples[TRAINING].flops == pytest.approx(watch.samples[WARMUP].flops * 7 / 3)
-    assert watch.samples[TRAINING].tasks == 2
+    assert watch.timings[TRAINING].flops == pytest.approx(watch.timings[WARMUP].flops * 7 / 3)
+    assert watch.timings[TRAINING].tasks == 2
 
 
 def test_the_plain_loop_is_warmed_by_one_iteration_and_one_evaluation(session, clock):
@@ -89,8 +91,8 @@ def test_the_plain_loop_is_warmed_by_one_iteration_and_one_evaluation(session, c
     assert [[t.training.iterations for t in asked] for asked in engine.asked[:4]] == [[1, 1], [2, 2]] * 2
     assert engine.asked[4:] == [evaluate[:1], evaluate]
     assert len(evaluate) == 6
-    assert (watch.samples[TRAINING].seconds, watch.samples[TRAINING].first) == (4, 2)
-    assert (watch.samples[EVALUATION].seconds, watch.samples[EVALUATION].first) == (6, 1)
+    assert (watch.timings[TRAINING].seconds, watch.timings[TRAINING].first) == (4, 2)
+    assert (watch.timings[EVALUATION].seconds, watch.timings[EVALUATION].first) == (6, 1)
 
 
 def test_what_neither_trains_nor_evaluates_is_passed_on(session, clock):
@@ -100,7 +102,7 @@ def test_what_neither_trains_nor_evaluates_is_passed_on(session, clock):
     assert [answer.kind for answer in watch.map(report)] == ["report"]
     assert list(watch.map([])) == []
     assert engine.asked == [report, []]
-    assert (watch.samples, watch.spent) == ({}, 0)
+    assert (watch.timings, watch.spent) == ({}, 0)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -119,7 +121,7 @@ def test_a_stage_begins_behind_fixed_modules(session, stage):
 
 
 def test_both_sides_play_the_same_rounds(settings, dataset):
-    settings = replace(settings, engines=("plain", "plain"))
+    settings = replace(settings, engines=("plain", "plain"), overrides=(*settings.overrides, "evaluate.clients=2"))
     first, second = measure(settings, [Case("fedprophet", 1)], dataset, ignore)
     assert first.assigned == second.assigned
     assert len(first.server) == 2
@@ -148,30 +150,27 @@ def test_running_out_of_memory_is_noted_and_the_rest_goes_on(settings, dataset, 
 
     monkeypatch.setattr(rounds.Stopwatch, "map", broken)
     cases = [Case("jfat"), Case("fedprophet", 1)]
-    failed, other = measure(settings, cases, dataset, ignore)
+    failed, other = measure(replace(settings, repeat=1), cases, dataset, ignore)
     assert failed.failure == "out of memory: CUDA out of memory. Tried to allocate 2 GiB."
     assert failed.parts == {}
     assert other.failure is None
-    assert len(other.parts[EVALUATION]) == 2
+    assert len(other.parts[EVALUATION]) == 1
 
 
 def test_an_engine_is_closed_and_the_threads_are_put_back(settings, dataset, monkeypatch):
     closed = []
-    plain = ENGINES["plain"]
 
-    def closing(parts):
-        engine = plain(parts)
-        engine.close = lambda: closed.append(True)
-        return engine
+    class Closing(PlainEngine):
+        def close(self):
+            closed.append(True)
 
-    monkeypatch.setitem(ENGINES, "plain", closing)
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
+    def make(parts):
+        return Closing(parts.population, parts.workspaces, parts.reserve)
+
+    monkeypatch.setitem(ENGINES, "plain", replace(ENGINES["plain"], make=make))
+    with torch_threads(2):
         measure(replace(settings, repeat=1), [Case("jfat")], dataset, ignore)
         assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
     assert closed == [True]
 
 
@@ -190,14 +189,14 @@ def test_real_data_is_left_to_the_configuration(settings):
 
 def test_there_is_a_worker_for_each_core_unless_one_says_otherwise(settings, monkeypatch):
     monkeypatch.setattr("fedprophet.machine.cores", lambda: 7)
-    small = rounds.Settings("cifar10-balanced-small")
+    small = rounds.RoundsSettings("cifar10-balanced-small")
     assert small.measured("jfat", "workers").threads == 7
     assert small.measured("jfat", "plain").threads == small.config("jfat").threads
     assert replace(small, overrides=("threads=3",)).measured("jfat", "workers").threads == 3
 
 
 def test_the_plain_loop_is_measured_with_one_thread_as_well(monkeypatch):
-    small = rounds.Settings("cifar10-balanced-small")
+    small = rounds.RoundsSettings("cifar10-balanced-small")
     one = small.measured("jfat", "plain-1")
     assert (one.engine, one.threads) == ("plain", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
@@ -221,13 +220,11 @@ def test_the_memory_of_workers_counts(session, clock, monkeypatch):
     watch = Stopwatch(engine, session.world.cost, short=False)
     list(watch.map(tasks_of(session, "evaluate")))
     assert asked == [(3, 4)]
-    assert watch.samples[EVALUATION].peak_bytes == 70
+    assert watch.timings[EVALUATION].peak_bytes == 70
 
 
 def test_the_fast_engine_is_one_that_there_is():
-    assert rounds.fast_engine() is None or rounds.fast_engine() in ENGINES
-    with pytest.raises(ConfigError, match=r"--engine: unknown engine 'plian'\. Did you mean 'plain'"):
-        rounds.check_engine("plian")
+    assert rounds.fast_engine() in ENGINES
 
 
 def test_what_was_measured_is_shown_after_every_case_and_kept_at_ctrl_c(monkeypatch):
@@ -239,7 +236,7 @@ def test_what_was_measured_is_shown_after_every_case_and_kept_at_ctrl_c(monkeypa
         return rounds.CaseResult(case, engine)
 
     monkeypatch.setattr(rounds, "_measure_case", measure_case)
-    settings, shown = rounds.Settings("cifar10-balanced-small"), []
+    settings, shown = rounds.RoundsSettings("cifar10-balanced-small"), []
     found = rounds.measure(settings, cases, None, lambda text: None, lambda so_far: shown.append(len(so_far)))
     assert [measured.case for measured in found] == cases[:2]
     assert shown == [1, 2]

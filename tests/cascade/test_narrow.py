@@ -19,7 +19,7 @@ from fedprophet.cascade.channels import (
     rolling_channels,
 )
 from fedprophet.cascade.cost import cost_of
-from fedprophet.cascade.narrow import Scaler, merge_local, narrow_chain, narrow_model, slice_state
+from fedprophet.cascade.narrow import Scaler, merge_local, narrow_chain, slice_state
 from fedprophet.errors import ModelError
 from fedprophet.models import build
 from fedprophet.models.cnn import CNN
@@ -92,7 +92,7 @@ def randomize(model: nn.Module) -> nn.Module:
 def narrowed(model: nn.Module, shape, r: float, rule=first_channels):
     channels = channels_of(model, shape)
     kept = kept_channels(channels, r, rule)
-    return narrow_model(model, channels, kept), channels, kept
+    return narrow_chain(chain_of(model), channels, kept).model, channels, kept
 
 
 RULES = {
@@ -280,7 +280,7 @@ def test_a_chain_is_narrowed_with_its_atoms(explicit):
     before = {name: value.clone() for name, value in full.tensors.items()}
     channels = channels_of(full.model, (3, 8, 8))
     kept = kept_channels(channels, 0.5, first_channels)
-    chain, expected = narrow_chain(full, channels, kept), narrow_model(full.model, channels, kept)
+    chain, expected = narrow_chain(full, channels, kept), narrow_chain(chain_of(full.model), channels, kept).model
     x = torch.rand(2, 3, 8, 8)
     with chain.mode(0, None, training=False):
         torch.testing.assert_close(chain.run(x), expected.eval()(normalize(x)))
@@ -357,7 +357,7 @@ def test_a_clients_norm_layers_go_back_where_they_came_from():
     channels = channels_of(model, (3, 8, 8))
     kept = kept_channels(channels, 0.5, partial(rolling_channels, start=3))  # channels 0 and 3 of four
     local = {name: model.state_dict()[name] for name in chain_of(model).local()}
-    narrow = chain_of(narrow_model(model, channels, kept))
+    narrow = chain_of(narrow_chain(chain_of(model), channels, kept).model)
     with narrow.mode(0, None, True):
         narrow.run(torch.randn(8, 3, 8, 8))
     merged = merge_local(channels, kept, local, {name: narrow.tensors[name] for name in narrow.local()})

@@ -12,7 +12,8 @@ from fedprophet.cli import options
 from fedprophet.config.load import load_config
 from fedprophet.config.reference import to_toml
 from fedprophet.display.tables import show
-from fedprophet.report.compare import compare, paper_names
+from fedprophet.methods import METHODS
+from fedprophet.report.compare import compare
 from fedprophet.report.tables import page
 
 
@@ -158,15 +159,15 @@ def test_the_same_folder_twice_and_a_run_that_is_not_finished(cli, pair, write_r
     write_run("begun", "fedrbn", finished=False)
     page = cli("compare", *pair, "./jfat", "begun").out
     assert "- jfat is given more than once: it counts once" in page
-    assert "begun is not finished: 1 rounds so far" in page
-    assert "| FedRBN (seed 0, 1 rounds so far) |" in page
+    assert "begun is not finished: 1 round so far" in page
+    assert "| FedRBN (seed 0, 1 round so far) |" in page
 
 
 @pytest.mark.parametrize("width", [120, 80])
 def test_in_a_terminal_no_number_is_wrapped_or_cut(write_run, width, capsys):
     paths = [
         write_run(f"{method}-{seed}", method, f"seed={seed}", seconds=(2e5, 1e5, 9e4), accuracy=0.75 + 0.15 * seed)
-        for method in paper_names()
+        for method in METHODS
         for seed in (0, 1)
     ]
     paths.append(
@@ -176,7 +177,8 @@ def test_in_a_terminal_no_number_is_wrapped_or_cut(write_run, width, capsys):
     )
     show(page(compare(paths)), Console(width=width, force_terminal=True, color_system=None, highlight=False))
     lines = capsys.readouterr().out.splitlines()
-    tables = [line for line in lines if "─" in line or line[:20].strip() in {*paper_names().values(), "Method"}]
+    names = {"Method", *(entry.paper for entry in METHODS.values())}
+    tables = [line for line in lines if "─" in line or line[:20].strip() in names]
     assert max(map(len, tables)) <= width
     row = [line for line in tables if line.startswith("HeteroFL-AT ")]
     assert len(row) == (2 if width == 120 else 4), "the pieces of a narrow terminal repeat the label"

@@ -94,8 +94,8 @@ def test_the_table(cli, run):
     for key in ("personalised", "global"):
         cell = results[key]["clean"]
         low, high = cell["interval"]
-        row = next(line for line in out.splitlines() if f" {key} " in line)
-        assert [part.strip() for part in row.split("│")[1:-1]] == [
+        row = next(line for line in out.splitlines() if line.startswith(f"| {key} "))
+        assert [part.strip() for part in row.split("|")[1:-1]] == [
             key,
             "Clean",
             f"{100 * cell['accuracy']:.1f} %",
@@ -108,7 +108,7 @@ def test_the_table(cli, run):
 def test_the_masking_check_names_each_radius(cli, run):
     out = cli("evaluate", run, "--attack", "pgd1", "--samples", "20").out
     assert re.search(
-        r"^Masking check of PGD-1 on 20 test samples: \d+\.\d % correct with radius 0\.1, \d+\.\d % with 0\.4, "
+        r"^- Masking check of PGD-1 on 20 test samples: \d+\.\d % correct with radius 0\.1, \d+\.\d % with 0\.4, "
         r"\d+\.\d % with 0\.5\.$",
         out,
         re.MULTILINE,
@@ -278,7 +278,7 @@ def test_of_a_deployed_run_the_global_model_is_measured(cli, deployed):
 
 
 def test_a_deployed_run_goes_on_with_its_pilot(cli, deployed):
-    command = f"Go on with: fedprophet deploy run {deployed.parent.parent} --name run-1 --resume"
+    command = f": fedprophet deploy run {deployed.parent.parent} --name run-1 --resume"
     assert command in cli("train", "--resume", deployed).error
     (deployed / "results.json").unlink()
     for arguments in (["evaluate", deployed], ["export", deployed, "--out", "x.safetensors"]):

@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 
 from fedprophet.cli.fleet import fleet_app
 from fedprophet.errors import ConfigError
-from fedprophet.fleet import Availability, device_probabilities, draw_device, load_pool, pool_text
+from fedprophet.fleet.availability import FleetSettings, device_probabilities, draw_device
+from fedprophet.fleet.device import load_pool, pool_text
 
 app = typer.Typer(pretty_exceptions_enable=False)
 app.add_typer(fleet_app, name="fleet")
@@ -60,7 +61,9 @@ def test_the_sample_is_the_first_round_of_a_run_with_this_seed():
     pool = load_pool("caltech256")
     devices = [draw_device(pool, 7, client, -1.0) for client in range(30)]
     assert [d["clients"] for d in answer["devices"]] == [devices.count(device) for device in pool.devices]
-    free = [Availability("apps").resources(d, 7, 1, client, 224_000_000) for client, d in enumerate(devices)]
+    free = [
+        FleetSettings(performance="apps").resources(d, 7, 1, client, 224_000_000) for client, d in enumerate(devices)
+    ]
     memory, performance = [r.memory for r in free], [r.performance for r in free]
     for name, values in (("memory_bytes", memory), ("performance", performance)):
         found = answer["available"][name]

@@ -7,10 +7,10 @@ import pytest
 
 from fedprophet import __version__
 from fedprophet import cli as package
+from fedprophet.config.choices import methods
 from fedprophet.config.load import PRESETS
 from fedprophet.data import DATASETS
 from fedprophet.errors import ConfigError
-from fedprophet.methods import METHODS
 from fedprophet.models import MODELS
 from fedprophet.runs.run import RunStoppedError
 from fedprophet.runs.session import assemble
@@ -20,7 +20,7 @@ def test_version(cli):
     assert cli("--version").out == f"fedprophet {__version__}\n"
 
 
-@pytest.mark.parametrize(("command", "table"), [("methods", METHODS), ("models", MODELS), ("datasets", DATASETS)])
+@pytest.mark.parametrize(("command", "table"), [("methods", methods()), ("models", MODELS), ("datasets", DATASETS)])
 def test_listings(cli, command, table):
     said = cli(command)
     assert said.code == 0
@@ -39,7 +39,7 @@ MISTAKES = {
     "a model that is not there": ("model.name=vgg61", 'model.name: given "vgg61" (--set), allowed: "cnn3", '),
     "a method that is not there": (
         "method=fedprofet",
-        f"allowed: {', '.join(map(json.dumps, METHODS))}. Did you mean 'fedprophet'?\n",
+        f"allowed: {', '.join(map(json.dumps, methods()))}. Did you mean 'fedprophet'?\n",
     ),
     "a dataset that is not there": ("data.name=digit", "\"custom\". Did you mean 'digits'?"),
     "a pool that is not there": (

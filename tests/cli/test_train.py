@@ -37,15 +37,15 @@ def test_the_table_says_what_a_module_takes_and_reaches(cli, copied, sizes):
     for module, stage in zip(results["modules"], results["stages"], strict=True):
         memory = module["memory_bytes"]
         assert f"{memory / 1000:.1f} kB" in table
-        assert f"{100 * memory / results['budget_bytes']:.0f} %" in table
-        assert f"{100 * memory / results['whole_model_bytes']:.0f} %" in table
+        assert f"{100 * memory / results['budget_bytes']:.1f} %" in table
+        assert f"{100 * memory / results['whole_model_bytes']:.1f} %" in table
         assert f"{100 * stage['clean']:.1f} %" in table
         assert f"{100 * stage['adversarial']:.1f} %" in table
     for kind in ("personalised", "global"):
         for attack in ("clean", "pgd2"):
             assert f"{100 * results[kind][attack]['accuracy']:.1f} %" in table
     assert "PGD-2" in table
-    (need,) = [line for line in table.splitlines() if line.startswith("A client needs")]
+    (need,) = [line for line in table.splitlines() if line.startswith("- A client needs")]
     assert sizes[2] in need
     assert sizes[1] in need
 
@@ -53,10 +53,10 @@ def test_the_table_says_what_a_module_takes_and_reaches(cli, copied, sizes):
 def test_a_baseline_names_its_best_and_last_round(cli, copied, sizes):
     copied("jfat")
     out = cli("train", "--resume", "run").out
-    (need,) = [line for line in out.splitlines() if line.startswith("Every client trained the whole model")]
+    (need,) = [line for line in out.splitlines() if line.startswith("- Every client trained the whole model")]
     assert sizes[1] in need
-    assert "\nBest round (1): clean " in out
-    assert "\nLast round (1): clean " in out
+    assert "\n- Best round (1): clean " in out
+    assert "\n- Last round (1): clean " in out
 
 
 def test_what_a_client_needs_is_said_where_it_trains_a_part(cli, copied, sizes):
@@ -81,7 +81,7 @@ def test_each_table_of_accuracies_says_which_norm_layers_it_was_measured_with(cl
     evaluated = cli("evaluate", "run", "--attack", "clean", "--samples", "20")
     for said in (trained, evaluated):
         for kind in ("personalised", "global"):
-            (line,) = [line for line in said.out.splitlines() if line.startswith(f"{kind}: ")]
+            (line,) = [line for line in said.out.splitlines() if line.startswith(f"- {kind}: ")]
             assert line.endswith(f"; norm layers: {layers[kind]}")
             assert (str(public) in line) == (kind == "global" and public > 0)
     assert f"\nNorm layers: {layers['global']}.\n" in cli("export", "run", "--out", "model.safetensors").out
@@ -93,7 +93,7 @@ def test_clients_without_held_out_data_have_no_accuracy(cli, tiny_flags, quick):
     settings = {**quick, "method": "jfat", "population.clients": 1400, "shards.kind": "iid"}
     out = cli("train", *tiny_flags(settings)).out
     assert "clean –  PGD –" in out
-    personalised = out[out.index("personalised") :].splitlines()[0]
+    personalised = out[out.index("| personalised") :].splitlines()[0]
     assert personalised.count("–") == 2
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fedprophet.cascade.atoms import explicit_chain
-from fedprophet.client.distill import distill, distillation_losses, predict
+from fedprophet.client.distill import distill, distillation_losses
 from fedprophet.client.features import FeatureCache
 from fedprophet.client.layer_store import ClientStore
 from fedprophet.client.part import ModelPart
@@ -129,7 +129,7 @@ def test_predictions_are_those_of_evaluation_mode_whatever_the_micro_batch() -> 
     model[1].running_mean.fill_(0.3)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     part = whole(model)
-    found = [predict(Predict(round=1, client=SERVER, seed=0, batch=size), part, public) for size in (1, 3, 7, 64)]
+    found = [part.run_over(public, batch=size) for size in (1, 3, 7, 64)]
     assert all(module.training for module in model)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     with torch.no_grad():

@@ -24,20 +24,20 @@ def test_what_leaves_memory_comes_back_from_disk_and_what_leaves_the_disk_is_com
 
     for key in range(5):
         assert get(key)[0] == key
-        assert cache.memory_bytes <= 80
-        assert cache.disk_bytes <= 80
+        assert cache.memory.size <= 80
+        assert cache.disk.size <= 80
     assert get(2)[0] == 2  # spilled, not computed again
     assert calls == [0, 1, 2, 3, 4]
     assert get(0)[0] == 0  # left the disk too
     assert calls == [0, 1, 2, 3, 4, 0]
     cache.clear()
-    assert cache.memory_bytes == cache.disk_bytes == 0
+    assert cache.memory.size == cache.disk.size == 0
 
 
 def test_something_larger_than_both_limits_is_still_returned() -> None:
     cache = FeatureCache(10, 10)
     assert torch.equal(cache.get("big", lambda: _tensor(3.0)), _tensor(3.0))
-    assert cache.memory_bytes == cache.disk_bytes == 0
+    assert cache.memory.size == cache.disk.size == 0
 
 
 def test_a_full_disk_costs_the_feature_cache_nothing_but_time(monkeypatch):
@@ -52,7 +52,7 @@ def test_a_full_disk_costs_the_feature_cache_nothing_but_time(monkeypatch):
         found = cache.get(key, lambda key=key: calls.append(key) or torch.full((10,), float(key)))
         assert found[0] == key
     assert calls == [0, 1, 2, 0]
-    assert cache.disk_bytes == 0
+    assert cache.disk.size == 0
     assert not any(cache._folder.iterdir()), "half a file stays"
     folder = cache._folder
     cache.clear()

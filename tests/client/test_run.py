@@ -110,7 +110,7 @@ def test_a_frozen_prefix_feeds_cached_features_and_does_not_change(workspace: Wo
     task = _train_task(workspace, 1, 2, head=1, frozen=frozen, threat=feature_threat(0.5, 2, (0.0, float("inf"))))
     run_client(task, client, workspace)
     assert _same(before, _shared(workspace, 0, 1))
-    assert workspace.features.memory_bytes == 9 * 4 * 16 * 4
+    assert workspace.features.memory.size == 9 * 4 * 16 * 4
     images = client.data.train.fetch(torch.arange(9))
     with torch.no_grad(), workspace.chain.mode(0, 1, training=False):
         expected = workspace.chain.run(images, 0, 1)

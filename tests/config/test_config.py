@@ -12,7 +12,7 @@ from fedprophet.config.load import PRESETS, load_config, parse_config
 from fedprophet.config.reference import reference_markdown, to_toml
 from fedprophet.config.sections import TrainSettings
 from fedprophet.errors import ConfigError
-from fedprophet.methods.fedprophet import PerturbationSettings
+from fedprophet.server.perturbation import PerturbationSettings
 from fedprophet.settings import section as sections
 from fedprophet.settings.describe import misfit
 from fedprophet.settings.section import Section, section

@@ -281,11 +281,11 @@ def test_images_are_decoded_once(tree, decoded):
 def test_images_stay_on_the_disk(tree):
     load("folder", tree, size=8)
     files = folder.scan(tree).files
-    entry = cache.entry_of(tree / ".fedprophet-cache", tree, files, (3, 8, 8))
-    images = cache.read(entry, files, (3, 8, 8)).images
+    entry = cache.CacheEntry(tree / ".fedprophet-cache", tree, files, (3, 8, 8))
+    images = entry.read().images
     assert isinstance(images, np.memmap)
     assert images.dtype == np.uint8
-    assert (entry / "images.bin").stat().st_size == 20 * 3 * 64
+    assert (entry.path / "images.bin").stat().st_size == 20 * 3 * 64
     images[:] = 0  # a mistake of ours must not reach the file
     images.flush()
     assert reds(load("folder", tree, size=8).test) == [0, 1, 100, 101]
@@ -400,8 +400,9 @@ def test_images_come_in_order_however_long_each_takes(tmp_path):
         time.sleep(0.01 if number % 7 == 0 else 0)
         return np.full((1, 2, 2), number, dtype=np.uint8)
 
-    cache.fill(tmp_path / "cache" / "entry", tmp_path, files, (1, 2, 2), decode)
-    found = cache.read(tmp_path / "cache" / "entry", files, (1, 2, 2))
+    entry = cache.CacheEntry(tmp_path / "cache", tmp_path, files, (1, 2, 2))
+    entry.fill(decode)
+    found = entry.read()
     assert found.images[:, 0, 1, 1].tolist() == list(range(60))
     assert found.moments[7].tolist() == [[28], [4 * 49]]
 

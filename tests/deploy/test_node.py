@@ -8,8 +8,9 @@ from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
 
 from fedprophet.deploy import DeployError
 from fedprophet.deploy.certificates import write_private
-from fedprophet.deploy.node import Node, NodeFile, as_settings, node_text, open_node
+from fedprophet.deploy.node import Node, NodeFile, as_settings, open_node
 from fedprophet.errors import ConfigError
+from fedprophet.settings.describe import as_toml
 
 PLAIN = NodeFile(server="fl.example.org:9092", client=3, port=9097)
 
@@ -21,7 +22,7 @@ def folder(tmp_path):
     def write(**changes):
         path = tmp_path / "node-3"
         path.mkdir(exist_ok=True)
-        (path / "node.toml").write_text(node_text(PLAIN.model_copy(update=changes)))
+        (path / "node.toml").write_text(as_toml(PLAIN.model_copy(update=changes), comments=True))
         (path / "ca.pem").write_text("")
         write_private(path / "node.key", b"")
         return path

@@ -197,6 +197,12 @@ def test_the_methods_own_table_counts():
     assert pilot_config("digits", ["method=heterofl"], nodes=2).rounds == 84
 
 
+@pytest.mark.parametrize("key", ["model.name", "data.name"])
+def test_what_only_python_can_pass_in_is_refused(key):
+    with pytest.raises(ConfigError, match="needs a model and data that the configuration names"):
+        pilot_config(None, [f"{key}=custom"], nodes=2)
+
+
 def test_the_written_configuration_is_the_asked_one(pilot):
     assert load_config(pilot.config) == pilot_config(None, (), 2)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fedprophet.display.progress import LiveDisplay, PlainLines, observer_for, percent
+from fedprophet.display.progress import LiveDisplay, PlainLines, observer_for
 from fedprophet.runs.session import assemble
 from fedprophet.sizes import format_size
 
@@ -179,10 +179,6 @@ def test_accuracies_stay_until_the_next_evaluation(session):
         observer.round_done(SECOND, 1.0)
         observer.round_done(unseen, 1.0)
     assert "loss 2.250   clean 50.0 %   PGD 25.0 %" in console.file.getvalue().split("round 3")[-1]
-
-
-def test_percent():
-    assert (percent(0.1234), percent(None)) == ("12.3 %", "–")
 
 
 def test_answers_that_did_not_come_are_told(session):

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from fedprophet.display.numbers import counted, digits, factor, percent
-from fedprophet.display.tables import Column, Page, Table, csv_text, markdown, markdown_table, show
+from fedprophet.display.tables import Column, Page, Table, csv_text, markdown, markdown_table, say, show
 
 TABLE = Table(
     "Costs",
@@ -77,5 +77,14 @@ def test_three_significant_digits(value, text):
 
 
 def test_shares_and_counts():
-    assert percent(0.79749) == "79.7 %"
+    assert (percent(0.79749), percent(None)) == ("79.7 %", "–")
     assert (counted(1, "node"), counted(0, "node"), counted(3, "node")) == ("1 node", "0 nodes", "3 nodes")
+
+
+@pytest.mark.parametrize(("terminal", "wrap"), [(True, True), (True, False), (False, True)])
+def test_lines_are_wrapped_between_words_where_asked_for_and_in_a_terminal_alone(terminal, wrap):
+    console = Console(file=io.StringIO(), width=30, force_terminal=terminal, color_system=None)
+    say(console, "one two three four five six seven", wrap=wrap)
+    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    wrapped = ["one two three four five six", "seven"]
+    assert lines == (wrapped if terminal and wrap else ["one two three four five six seven"])

@@ -238,6 +238,7 @@ def resumed(deployment: Deployment) -> Resumed:
     (layers,) = deployment.home(SMALL).glob("*/clients/*/*/*.safetensors")
     before = layers.stat().st_mtime_ns
     wait_for(lambda: layers.stat().st_mtime_ns != before or not command.running, deployment.told)
+    wait_for(lambda: len(deployment.modules()) == 2 or not command.running, deployment.told)
     deployment.named["server"].kill()
     assert len(deployment.journal("resumed")) == 1
     modules = deployment.modules()

@@ -70,7 +70,7 @@ def test_ctrl_c_says_how_to_go_on(launch, run, undisturbed):
     command = launch(*COMMAND).when(lambda: len(parts(run)) >= 3).signal(signal.SIGINT)
     assert command.code == 130
     assert command.stdout == ""
-    said = re.fullmatch(r"stopped; what was measured is kept\. Go on with: fedprophet (.*)\n", command.stderr)
+    said = re.fullmatch(r"stopped; what was measured is kept\. Resume it with: fedprophet (.*)\n", command.stderr)
     assert said, command.stderr
     assert not (run / "evaluation.json").exists()
     assert launch(*shlex.split(said[1]), "--json").json == undisturbed[0]

@@ -13,10 +13,11 @@ from fedprophet.runs.play import play
 from fedprophet.runs.run import start
 from fedprophet.version import __version__
 
+pytestmark = pytest.mark.slow
+
 MEASURE = """
 import resource, subprocess, sys
 
-pytestmark = pytest.mark.slow
 subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL)
 usage = resource.getrusage(resource.RUSAGE_CHILDREN)
 print(usage.ru_maxrss * 1024, usage.ru_utime + usage.ru_stime)

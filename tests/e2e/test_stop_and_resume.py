@@ -75,7 +75,9 @@ def test_ctrl_c_and_kill_write_a_checkpoint_and_say_how_to_resume(launch, tiny_f
     command.when_lines(run / "journal.jsonl", 2).signal(number)
     assert command.code == 130
     assert "Traceback" not in command.stderr
-    said = re.fullmatch(r"stopped after round (\d+); nothing is lost\. Go on with: fedprophet (.*)\n", command.stderr)
+    said = re.fullmatch(
+        r"stopped after round (\d+); nothing is lost\. Resume it with: fedprophet (.*)\n", command.stderr
+    )
     assert said, command.stderr
     assert (run / "checkpoints" / f"round-{int(said[1]):06d}").is_dir()
     assert launch(*shlex.split(said[2]), folder=folder).code == 0

@@ -74,7 +74,9 @@ def test_ctrl_c_in_a_terminal(launch, tiny_flags, tmp_path):
     code = command.code
     text = ESCAPES.sub("", terminal.close())
     assert code == 130
-    assert re.search(r"stopped after round \d+; nothing is lost\. Go on with: fedprophet train --resume run\s*$", text)
+    assert re.search(
+        r"stopped after round \d+; nothing is lost\. Resume it with: fedprophet train --resume run\s*$", text
+    )
 
 
 def test_without_a_terminal_there_is_a_line_for_each_round(launch, tiny_flags):

@@ -59,7 +59,7 @@ def learned(settings, play_in_memory):
 def stacked_engine(session: Session, limits: Limits = ROOMY, kernels: Kernels | None = None) -> StackedEngine:
     """Return the stacked engine on the CPU, on the workspaces of a session."""
     backend = Backend(torch.device("cpu"), kernels or Kernels(), torch.float32, uncaptured)
-    return StackedEngine(session.population, session.engine._workspaces, session.budget, backend, limits)
+    return StackedEngine(session.engine, backend, limits)
 
 
 @pytest.fixture(scope="session")

@@ -22,12 +22,12 @@ from fedprophet.client.workspace import Workspace
 from fedprophet.data.dataset import ClientData, LocalExamples, TensorExamples
 from fedprophet.engines.cpu_plan import AS_WRITTEN, PlannedChain, fast_plan, memory_format_of, planned, to_format
 from fedprophet.engines.folding import FoldedConvolution, Pointwise
-from fedprophet.engines.threads import torch_threads
 from fedprophet.messages.modules import ModuleStore
 from fedprophet.messages.tasks import Evaluate, Measure, Train
 from fedprophet.messages.values import FrozenModule, LocalTraining, Resources
 from fedprophet.models import MODELS, build
 from fedprophet.models.normalize import Normalize
+from fedprophet.threads import torch_threads
 from fedprophet.threat import feature_threat, input_threat
 
 CLASSES = 5

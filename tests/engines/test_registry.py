@@ -9,8 +9,8 @@ import torch
 from fedprophet.config.choices import engines
 from fedprophet.config.load import parse_config
 from fedprophet.engines import registry
-from fedprophet.engines.registry import ENGINES, EngineParts, chosen_engine, engine, make_engine
-from fedprophet.engines.threads import torch_threads
+from fedprophet.engines.registry import ENGINES, EngineParts, chosen_engine, engine, make_engine, threads_of
+from fedprophet.threads import ONE_THREAD, torch_threads
 
 
 def test_the_engines_that_ship_are_registered_with_their_help():
@@ -26,7 +26,7 @@ def test_an_engine_registers_itself_and_is_made_by_its_name(monkeypatch):
     engine("plain", "one line")(lambda parts: parts)
     parts = EngineParts(None, {}, 0, parse_config({"engine": "plain"}), None)
     assert make_engine(parts) is parts
-    assert engines()["plain"] == "one line"
+    assert registry.ENGINES["plain"].line == "one line"
 
 
 @pytest.mark.parametrize(
@@ -55,3 +55,12 @@ def test_auto_is_plain_where_no_workers_can_be_started(obstacle, monkeypatch):
     else:
         monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)
     assert chosen_engine(parse_config({"threads": 2})) == "plain"
+
+
+def test_a_configuration_decides_the_threads():
+    with torch_threads(3):
+        assert threads_of(parse_config({"engine": "workers", "threads": 2})) is ONE_THREAD
+        assert torch.get_num_threads() == 3
+        with threads_of(parse_config({"engine": "plain", "threads": 2})):
+            assert torch.get_num_threads() == 2
+        assert torch.get_num_threads() == 2

@@ -50,7 +50,7 @@ def test_attacked_images_are_judged_with_the_adversarial_statistics(
     session = session_of({"method": "fedrbn", "train.iterations": 20, "train.batch": 32, "shards.kind": "iid"})
     state = session.method.initial()
     trained = joint(session, clients=range(6), threat=None, adversarial_statistics=True, wants_local=True)
-    layers = session.engine._workspaces["backbone"].layers
+    layers = session.engine.workspaces["backbone"].layers
     for update in session.engine.map(trained):
         own = {
             name: v + 9 * name.startswith("adversarial.") if v.is_floating_point() else v

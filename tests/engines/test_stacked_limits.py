@@ -65,7 +65,7 @@ def test_features_that_are_driven_out_while_others_are_made(cascade, stacked, as
     engine = stacked(session, Limits(PLENTY, 300_000))
     list(engine.map(tasks[3:]))
     features = engine._features([engine._job(tasks[0])])[0]
-    assert engine._inputs.nbytes <= 300_000 < 6 * features.nbytes
+    assert engine._inputs.resident.size <= 300_000 < 6 * features.nbytes
     assert_same_training(session, tasks, engine)
 
 

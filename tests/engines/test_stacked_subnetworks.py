@@ -22,7 +22,7 @@ SHARES = (0.25, 1.0, 0.6, 0.5, 0.99, 0.05)
     [
         pytest.param("heterofl", 0.0, Kernels(), [1, 1, 1, 1, 2], marks=pytest.mark.slow),  # each width apart
         ("heterofl", 1.0, Kernels(16), [2, 4]),  # 2 + 4 · (5/8)² + 2 is less than 2 + 2 · (5/8)² + 2 · (2/8)² + 3
-        ("heterofl", 100.0, Kernels(), [6]),
+        pytest.param("heterofl", 100.0, Kernels(), [6], marks=pytest.mark.slow),
         ("feddrop", 1.0, Kernels(), [2, 4]),
         pytest.param("fedrolex", 100.0, Kernels(16), [6], marks=pytest.mark.slow),
     ],
@@ -120,7 +120,7 @@ def test_a_sub_network_that_diverges_leaves_the_others_alone(session_of, same_te
     session = session_of({"method": "heterofl", **EVEN})
     tasks = partial_tasks(session, (0.9, 0.9, 0.95))
     usual = {update.client: update for update in stacked(session).map(tasks)}
-    layers = session.engine._workspaces["backbone"].layers
+    layers = session.engine.workspaces["backbone"].layers
     layers._clients.get(("backbone", 1)).versions.pop(1)
     weight = tasks[1].parameters["features.3.weight"]
     spoilt = {**tasks[1].parameters, "features.3.weight": torch.full_like(weight, 1e38)}

@@ -58,7 +58,7 @@ def test_features_follow_a_clients_own_layers(cascade, stacked, assert_same_trai
     (task,) = [replace(session.method._train_task(state, 0, 2), threat=None)]
     engine = stacked(session)
     assert_same_training(session, [task], engine)
-    layers = session.engine._workspaces["backbone"].layers
+    layers = session.engine.workspaces["backbone"].layers
     own = dict(layers.get("backbone", 0, task.timeline, task.round))
     own["features.1.running_mean"] = own["features.1.running_mean"] + 0.5
     layers.put("backbone", 0, task.round, own, task.timeline)
@@ -149,7 +149,7 @@ def test_a_client_that_diverges_leaves_the_others_alone(session_of, stacked, joi
     later = [replace(task, round=2) for task in tasks]
     fresh = {update.client: update for update in stacked(session).map(later)}
     again = [later[0], replace(later[1], parameters=spoilt), later[2]]
-    layers = session.engine._workspaces["backbone"].layers
+    layers = session.engine.workspaces["backbone"].layers
     layers._clients.get(("backbone", 1)).versions.pop(2)
     found = {update.client: update for update in stacked(session).map(again)}
     assert math.isnan(found[1].loss)

@@ -18,7 +18,6 @@ import torch
 
 from fedprophet.engines import worker_process
 from fedprophet.engines.cpu_plan import fast_plan
-from fedprophet.engines.threads import torch_threads
 from fedprophet.engines.worker_process import WorkerError
 from fedprophet.engines.workers import WorkerEngine, _Queues, _shared
 from fedprophet.errors import ConfigError, ModelError, TrainingError
@@ -31,6 +30,7 @@ from fedprophet.runs.observer import Observer
 from fedprophet.runs.play import play
 from fedprophet.runs.run import RunStoppedError, reopen, start
 from fedprophet.runs.session import assemble
+from fedprophet.threads import torch_threads
 
 WORKERS = {"engine": "workers", "threads": 2}
 SMALL = {"method": "jfat", "rounds": 3, "train.iterations": 1, "attack.steps": 1, "evaluate.clients": 2}
@@ -105,7 +105,7 @@ def wait_until(true: Callable[[], bool], seconds: float = PATIENCE) -> None:
 
 def by_the_same_plan(engine):
     """Let the plain engine compute as workers do."""
-    for workspace in engine._workspaces.values():
+    for workspace in engine.workspaces.values():
         workspace.run_by(fast_plan)
     return engine
 
@@ -382,8 +382,8 @@ def test_a_session_that_is_no_longer_used_leaves_no_process(tiny):
 
 def test_a_refused_session_puts_threads_back(tiny):
     torch.set_num_threads(2)
-    with pytest.raises(ModelError, match="nonsense"):
-        assemble(tiny({**WORKERS, "model.name": "nonsense"}))
+    with pytest.raises(ConfigError, match=r"fleet\.pool"):
+        assemble(tiny({**WORKERS, "fleet.pool": "nonsense"}))
     assert torch.get_num_threads() == 2
 
 

@@ -99,6 +99,16 @@ def make_case() -> Callable[..., Case]:
     """Return a function that makes clients with different parameters and batches. Each kind is traced once."""
 
     @cache
+    def traced(name: str, shape: tuple[int, int, int], clients: int, **options: Any) -> list[Chain]:
+        torch.manual_seed(3)
+        normalize = Normalize((0.4,) * shape[0], (0.3,) * shape[0])
+        chain = chain_of(models.build(name, shape, CLASSES, **options), normalize)
+        chains = [deepcopy(chain) for _ in range(clients)]
+        for client, own in enumerate(chains):
+            unlike(own.model, client)
+        return chains
+
+    @cache
     def made(
         name: str = "vgg-small",
         span: tuple[int, int | None, int | None] = (0, None, None),
@@ -108,14 +118,9 @@ def make_case() -> Callable[..., Case]:
         **options: Any,
     ) -> Case:
         first, last, head = span
-        options = {"width": 4, **options}
-        torch.manual_seed(3)
-        model = models.build(name, shape, CLASSES, **options)
         segments: list[ModelPart] = []
         batches: list[Tensor] = []
-        for client in range(clients):
-            normalize = Normalize((0.4,) * shape[0], (0.3,) * shape[0])
-            chain = chain_of(unlike(deepcopy(model), client), normalize)
+        for client, chain in enumerate(traced(name, shape, clients, **{"width": 4, **options})):
             images = torch.rand(samples, *shape, generator=torch.Generator().manual_seed(50 + client))
             x = features_before(chain, images, first)
             batches.append(x)

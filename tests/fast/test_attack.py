@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fedprophet.attacks.pgd import pgd
-from fedprophet.fast.attack import Attack
+from fedprophet.fast.attack import StackAttack
 from fedprophet.fast.draws import Draws
 from fedprophet.fast.folded import FoldedStack
 from fedprophet.fast.kernels import Kernels, Scaling
@@ -31,7 +31,7 @@ class Plain:
 
 def attacked(gradient, clean, threat: ThreatModel, seeds=(1, 2), network=None):
     """Return perturbed inputs; the gradient is given scaled ones, and the result is scaled back."""
-    draws, attack = Draws(CPU), Attack(threat, CPU)
+    draws, attack = Draws(CPU), StackAttack(threat, CPU)
     draws.renew(seeds)
     attack.set(threat)
     channels = clean.shape[-1]
@@ -103,7 +103,7 @@ def test_inputs_are_scaled_padded_and_their_gradient_scaled_back(clean):
         seen.append(z)
         return torch.ones_like(z)
 
-    attack, draws = Attack(ThreatModel("l2", 1.0, 100.0, 1), CPU), Draws(CPU)
+    attack, draws = StackAttack(ThreatModel("l2", 1.0, 100.0, 1), CPU), Draws(CPU)
     draws.renew((1, 2))
     attack.set(ThreatModel("l2", 1.0, 100.0, 1))
     before = clean.clone()

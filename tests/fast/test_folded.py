@@ -29,10 +29,10 @@ def test_folding_again_changes_nothing_that_was_brought(make_case, clients):
     before = [{name: value.clone() for name, value in tensors.items()} for tensors in parameters]
     network = FoldedStack(case.ladder, Kernels(), torch.float32)
     network.fold(layout.stacked(parameters, CPU))
-    kept = [*network.weights.values(), *network.shifts, *network.dense_weights]
+    kept = [*network.weights.values(), *network.shifts, *network.dense.values()]
     other = [{name: value + 1 for name, value in tensors.items()} for tensors in parameters]
     network.fold(layout.stacked(other, CPU))
-    now = [*network.weights.values(), *network.shifts, *network.dense_weights]
+    now = [*network.weights.values(), *network.shifts, *network.dense.values()]
     assert all(a is b for a, b in zip(kept, now, strict=True))
     fresh = FoldedStack(case.ladder, Kernels(), torch.float32)
     fresh.fold(layout.stacked(other, CPU))
@@ -133,7 +133,8 @@ def test_a_small_convolution_as_a_matrix(side):
 @pytest.mark.parametrize(("name", "shape"), [("vgg-small", (1, 8, 8)), ("resnet10", (3, 16, 16))])
 def test_clients_on_a_ladder_get_what_each_gets_alone(make_case, kernels, name, shape):
     ends = ((0, None, None), (0, None, None), (0, 5, 1), (0, 4, 0), (0, 4, 0))
-    alone = [make_case(name, span, shape, clients=5) for span in ends]
+    cases = {span: make_case(name, span, shape, clients=5) for span in set(ends)}
+    alone = [cases[span] for span in ends]
     ladder = Ladder(tuple(case.program for case in alone))
     depths = [len(case.program.blocks) for case in alone]
     assert depths[0] == depths[1] > depths[2] > depths[3] == depths[4]

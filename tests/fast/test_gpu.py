@@ -9,9 +9,9 @@ from torch import Tensor
 from fedprophet.attacks.pgd import pgd
 from fedprophet.fast.draws import Draws
 from fedprophet.fast.folded import FoldedStack
-from fedprophet.fast.kernels import Ball, Kernels, Norm, Scaling, Statistics
+from fedprophet.fast.kernels import Ball, BatchNorm, Kernels, Scaling, Statistics
 from fedprophet.fast.rounds import Backend, TrainingPlan, uncaptured
-from fedprophet.fast.training import Training
+from fedprophet.fast.training import TrainingStack
 from fedprophet.messages.values import LocalTraining
 from fedprophet.randomness import generator
 from fedprophet.threat import ThreatModel
@@ -194,10 +194,10 @@ def test_norms(triton, size, dtype):
     assert error(found, plain.norm_gradient(gradient, active, x, a, b, c)) < TOLERANCE[dtype]
 
 
-def norm_layer(clients: int, channels: int, biased: bool, device: str) -> Norm:
+def norm_layer(clients: int, channels: int, biased: bool, device: str) -> BatchNorm:
     weight, bias, before, mean = (draw(clients, channels, seed=seed).to(device) for seed in (14, 15, 16, 17))
     variance = draw(clients, channels, seed=18).exp().to(device)
-    return Norm(weight, bias, before if biased else None, mean, variance, 1e-3, 0.3)
+    return BatchNorm(weight, bias, before if biased else None, mean, variance, 1e-3, 0.3)
 
 
 # One part of the rows, several, as many as there may be; channels that fill no block.
@@ -270,7 +270,7 @@ def test_folding_a_norm_layer(triton, dtype, shape, biased, add):
 def test_folding_what_clients_share(triton):
     weight = draw(1, 9, 16, 32).to(GPU)
     norm = norm_layer(1, 32, True, GPU)
-    shared = Norm(*(v.expand(3, -1) if isinstance(v, Tensor) else v for v in vars(norm).values()))
+    shared = BatchNorm(*(v.expand(3, -1) if isinstance(v, Tensor) else v for v in vars(norm).values()))
     out, shift = torch.empty(3, 9, 16, 32, device=GPU), torch.empty(3, 32, device=GPU)
     triton.fold(weight.expand(3, -1, -1, -1), shared, out, shift, False)
     one, alone = torch.empty_like(weight), torch.empty(1, 32, device=GPU)
@@ -391,11 +391,12 @@ def test_steps_of_training(case, triton):
     trainings = []
     for kernels, device in ((Kernels(), CPU), (triton, GPU)):
         stacks = {name: value.to(device) for name, value in case.stacks(kernels.multiple).items()}
-        training = Training(case.ladder, kernels, torch.float32, stacks, HYPER)
+        training = TrainingStack(case.ladder, kernels, torch.float32, stacks, HYPER)
         for _ in range(steps):
             z = training.prepare(case.stacked.to(device))
             training.step(z, case.targets.to(device), Draws(torch.device(device)))
-        trainings.append((training.losses.cpu(), training.layout.clients(training.stacks)))
+        found = {name: training.layout.unstacked(name, stack) for name, stack in training.stacks.items()}
+        trainings.append((training.losses.cpu(), found))
     (losses, expected), (mine, found) = trainings
     torch.testing.assert_close(mine, losses, rtol=1e-5, atol=1e-5)
     for name, values in expected.items():

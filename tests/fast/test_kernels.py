@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fedprophet.fast.kernels import Kernels, Norm, Statistics, gathered
+from fedprophet.fast.kernels import BatchNorm, Kernels, Statistics, gathered
 
 KERNELS = Kernels()
 
@@ -202,18 +202,18 @@ def test_the_gradient_at_a_head(masked):
         torch.testing.assert_close(found[client], expected)
 
 
-def norm_layer(clients: int, channels: int, biased: bool = True) -> Norm:
+def norm_layer(clients: int, channels: int, biased: bool = True) -> BatchNorm:
     """Return norm layers with running statistics of their own, behind convolutions with or without a bias."""
     weight, bias, before, mean = (draw(clients, channels, seed=seed) for seed in (14, 15, 16, 17))
     variance = draw(clients, channels, seed=18).exp()
-    return Norm(weight, bias, before if biased else None, mean, variance, 1e-3, 0.3)
+    return BatchNorm(weight, bias, before if biased else None, mean, variance, 1e-3, 0.3)
 
 
 def test_statistics_by_hand():
     """1, 3 and 5 have the mean 3, the variance 8/3, and 4 where they are a sample of more."""
     x = torch.tensor([1.0, 3.0, 5.0]).view(1, 3, 1, 1, 1)
     one = torch.ones(1, 1)
-    norm = Norm(2 * one, 7 * one, 10 * one, 4 * one, 8 * one, 0.0, 0.25)
+    norm = BatchNorm(2 * one, 7 * one, 10 * one, 4 * one, 8 * one, 0.0, 0.25)
     found = KERNELS.norm_statistics(x, norm)
     inverse = (3 / 8) ** 0.5
     assert float(found.mean) == pytest.approx(3)

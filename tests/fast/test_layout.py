@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 def test_every_tensor_comes_back_as_it_was(case, multiple):
     layout, parameters = StackLayout(case.ladder, multiple), case.parameters()
     stacks = layout.stacked(parameters, CPU)
-    back = layout.clients(stacks)
+    back = {name: layout.unstacked(name, stack) for name, stack in stacks.items()}
     assert set(back) == set(case.program.tensors)
     for client, tensors in enumerate(parameters):
         for name, values in back.items():

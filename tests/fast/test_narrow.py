@@ -1,6 +1,9 @@
 """Sub-networks of different widths in one stack against each of them alone, as a chain of its own with autograd."""
 
+from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import Any
 
 import pytest
 import torch
@@ -53,12 +56,6 @@ def tensors_of(segment: ModelPart) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in segment.chain.tensors.items()}
 
 
-class Four(Kernels):
-    """Kernels that pad channels to multiples of four."""
-
-    multiple = 4
-
-
 @dataclass(frozen=True)
 class Group:
     """Clients that keep different channels of one model, as segments of their own and in the shapes they share."""
@@ -71,11 +68,11 @@ class Group:
     x: Tensor
     labels: Tensor
 
-    @property
+    @cached_property
     def room(self) -> dict[str, Tensor]:
         return room(self.chain.model, self.channels, self.width, tile=1)
 
-    @property
+    @cached_property
     def program(self) -> LayerProgram:
         chain = narrow_chain(self.chain, self.channels, self.room, scaled=False)
         return read_program(chain, 0, len(chain), None, tuple(self.x.shape[2:]), CLASSES)
@@ -110,11 +107,17 @@ MODELS = [
 every_model = pytest.mark.parametrize(("name", "fractions", "width"), MODELS)
 
 
+@cache
+def traced(name: str, shape: tuple[int, int, int], **options: Any) -> tuple[Chain, Channels]:
+    torch.manual_seed(0)
+    model = models.build(name, shape, CLASSES, **options)
+    return chain_of(model, Normalize((0.4,) * shape[0], (0.3,) * shape[0])), channels_of(model, shape)
+
+
 def group_of(name="vgg-small", shape=(1, 8, 8), fractions=FRACTIONS, width=WHOLE, seed=0, **options) -> Group:
-    torch.manual_seed(seed)
     draw = torch.Generator().manual_seed(seed)
-    model = unlike(models.build(name, shape, CLASSES, **{"width": 4, **options}), draw)
-    chain, channels = chain_of(model, Normalize((0.4,) * shape[0], (0.3,) * shape[0])), channels_of(model, shape)
+    chain, channels = deepcopy(traced(name, shape, **{"width": 4, **options}))
+    unlike(chain.model, draw)
     kept = [
         kept_channels(channels, r, lambda width, count: random_channels(width, count, generator=draw))
         for r in fractions
@@ -126,7 +129,7 @@ def group_of(name="vgg-small", shape=(1, 8, 8), fractions=FRACTIONS, width=WHOLE
     return Group(chain, channels, kept, segments, width, x, labels)
 
 
-@pytest.fixture(params=[Kernels(), Four()], ids=["exact", "padded"])
+@pytest.fixture(params=[Kernels(), Kernels(4)], ids=["exact", "padded"])
 def kernels(request) -> Kernels:
     return request.param
 

@@ -184,7 +184,7 @@ def two() -> nn.Sequential:
         (Around(nn.Sequential(*two(), nn.ReLU()), nn.Identity()), "layer ReLU"),
         (Around(two(), nn.Identity(), torch.mul), "operation mul"),
         (Around(two(), nn.Identity(), lambda a, b: torch.add(a, b, alpha=2)), "operation add"),
-        (Around(two(), nn.Identity(), lambda a, b: b.__iadd__(a) + b), "operation assign_add"),
+        (Around(two(), nn.Identity(), lambda a, b: b.__iadd__(a) + b), "operation iadd"),
         (Around(two(), nn.Identity(), last=nn.Tanh()), "a batch norm that is followed by Tanh"),
     ],
 )
@@ -222,7 +222,7 @@ class Aside(nn.Module):
 
 
 def test_what_nobody_reads():
-    assert refusal(Aside()) == "what it computes besides what it gives out"
+    assert refusal(Aside()) == "results that its output does not depend on"
 
 
 class Methods(nn.Module):

@@ -9,10 +9,9 @@ from fedprophet.client.trainer import batches, train
 from fedprophet.fast.draws import Draws
 from fedprophet.fast.folded import FoldedStack
 from fedprophet.fast.kernels import Kernels
-from fedprophet.fast.layout import StackLayout
 from fedprophet.fast.program import Ladder
 from fedprophet.fast.rounds import Backend, StackEvaluation, TrainingPlan, one_hot, uncaptured
-from fedprophet.fast.training import Training
+from fedprophet.fast.training import TrainingStack
 from fedprophet.messages.tasks import Task, Train
 from fedprophet.messages.values import LocalTraining
 from fedprophet.threat import ThreatModel, input_threat
@@ -34,7 +33,7 @@ def trained_plainly(case, hyper: LocalTraining):
 def trained_stacked(case, kernels, hyper: LocalTraining, seeds=None):
     """Train the same on a stack, on the plain trainer's batches; return its losses and tensors."""
     clients, samples = case.labels.shape
-    training = Training(case.ladder, kernels, torch.float32, case.stacks(kernels.multiple), hyper)
+    training = TrainingStack(case.ladder, kernels, torch.float32, case.stacks(kernels.multiple), hyper)
     training.reset(hyper.learning_rate)
     rows = torch.arange(clients).unsqueeze(1)
     drawn = [list(batches(samples, hyper.batch, hyper.iterations, task_of(k))) for k in range(clients)]
@@ -44,7 +43,8 @@ def trained_stacked(case, kernels, hyper: LocalTraining, seeds=None):
         renewed = draws.setdefault(chosen.shape[1], Draws(CPU))
         renewed.renew([iteration + 100 * seed for seed in (seeds or range(clients))])
         training.step(training.prepare(case.stacked[rows, chosen]), case.targets[rows, chosen], renewed)
-    return (training.losses / hyper.iterations).tolist(), training.layout.clients(training.stacks)
+    found = {name: training.layout.unstacked(name, stack) for name, stack in training.stacks.items()}
+    return (training.losses / hyper.iterations).tolist(), found
 
 
 def errors(case, before, found) -> tuple[float, float]:
@@ -62,7 +62,7 @@ def errors(case, before, found) -> tuple[float, float]:
 def test_observing_a_batch_moves_the_second_statistics_alone(case, kernels):
     """They go where a step on the same batch takes the first."""
     observing, stepping = (
-        Training(case.ladder, kernels, torch.float32, case.stacks(kernels.multiple), HYPER) for _ in range(2)
+        TrainingStack(case.ladder, kernels, torch.float32, case.stacks(kernels.multiple), HYPER) for _ in range(2)
     )
     before = case.stacks(kernels.multiple)
     observing.observed = {name: before[name].clone() for name in observing.layout.statistics()}
@@ -134,18 +134,17 @@ def test_a_convolutions_bias_has_no_gradient_but_decays(make_case):
 def test_padding_stays_zero(make_case):
     case = make_case()
     kernels = Kernels(16)
-    training = Training(case.ladder, kernels, torch.float32, case.stacks(16), HYPER)
+    training = TrainingStack(case.ladder, kernels, torch.float32, case.stacks(16), HYPER)
     for _ in range(3):
         training.step(training.prepare(case.stacked), case.targets, Draws(CPU))
-    real = StackLayout(case.ladder, 16).clients(training.stacks)
     for name, stack in training.stacks.items():
-        assert stack.count_nonzero() == real[name].count_nonzero()
+        assert stack.count_nonzero() == training.layout.unstacked(name, stack).count_nonzero()
 
 
 def test_clients_do_not_touch_each_other(make_case):
     case = make_case()
     _, whole = trained_stacked(case, Kernels(), HYPER)
-    training = Training(case.ladder, Kernels(), torch.float32, case.stacks(), HYPER)
+    training = TrainingStack(case.ladder, Kernels(), torch.float32, case.stacks(), HYPER)
     x = case.stacked.clone()
     x[0] = float("nan")
     training.step(training.prepare(x), case.targets, Draws(CPU))

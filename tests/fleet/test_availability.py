@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from fedprophet.errors import ConfigError
-from fedprophet.fleet.availability import Availability, device_probabilities, draw_device
+from fedprophet.fleet.availability import FleetSettings, device_probabilities, draw_device
 from fedprophet.fleet.device import Device, Pool
 
 DEVICE = Device("a", 1e9, 1_000_000, 5e6)
@@ -10,12 +10,12 @@ POOL = Pool("p", "", (Device("weak", 1.0, 10, 1.0), Device("middle", 2.0, 20, 1.
 DRAWS = 3000
 
 
-def many(how: Availability, minimum: int = 0):
+def many(how: FleetSettings, minimum: int = 0):
     return [how.resources(DEVICE, 3, draw // 50, draw % 50, minimum) for draw in range(DRAWS)]
 
 
 def test_memory_is_uniform_up_to_a_fifth():
-    memory = np.array([spare.memory for spare in many(Availability())])
+    memory = np.array([free.memory for free in many(FleetSettings())])
     assert memory.min() >= 0
     assert memory.max() <= 200_000
     # U[0, 0.2]: quartiles at 5, 10 and 15 %, each met within five standard errors (at most 0.5 / √3000 · 5 ≈ 4.6 %).
@@ -23,16 +23,16 @@ def test_memory_is_uniform_up_to_a_fifth():
 
 
 def test_memory_is_never_below_the_minimum():
-    memory = np.array([spare.memory for spare in many(Availability(), 120_000)])
+    memory = np.array([free.memory for free in many(FleetSettings(), 120_000)])
     assert memory.min() == 120_000
     assert np.mean(memory == 120_000) == pytest.approx(0.6, abs=0.05)
     assert memory.max() > 190_000
-    assert Availability().resources(DEVICE, 0, 0, 0, 5_000_000).memory == 5_000_000
+    assert FleetSettings().resources(DEVICE, 0, 0, 0, 5_000_000).memory == 5_000_000
 
 
 @pytest.mark.parametrize("floor", [0.05, 0.5])
 def test_uniform_performance(floor):
-    shares = np.array([spare.performance for spare in many(Availability(floor=floor))]) / 1e9
+    shares = np.array([free.performance for free in many(FleetSettings(performance_floor=floor))]) / 1e9
     assert shares.min() >= floor
     assert shares.max() <= 1
     assert shares.min() < floor + 0.01
@@ -40,7 +40,7 @@ def test_uniform_performance(floor):
 
 
 def test_co_running_apps():
-    shares = np.array([spare.performance for spare in many(Availability("apps"))]) / 1e9
+    shares = np.array([free.performance for free in many(FleetSettings(performance="apps"))]) / 1e9
     values, counts = np.unique(shares.round(6), return_counts=True)
     assert values.tolist() == [0.167, 0.231, 0.459, 0.524, 0.735, 1.0]
     # 500 of 3000 each, within five standard deviations.
@@ -48,38 +48,25 @@ def test_co_running_apps():
 
 
 def test_memory_and_performance_are_independent():
-    spare = many(Availability())
-    assert abs(np.corrcoef([s.memory for s in spare], [s.performance for s in spare])[0, 1]) < 0.1
+    free = many(FleetSettings())
+    assert abs(np.corrcoef([s.memory for s in free], [s.performance for s in free])[0, 1]) < 0.1
 
 
 def test_bandwidth_and_types():
-    spare = Availability("apps").resources(DEVICE, 0, 0, 0, 0)
-    assert spare.bandwidth == 5e6
-    assert type(spare.memory) is int
-    assert type(spare.performance) is float
+    free = FleetSettings(performance="apps").resources(DEVICE, 0, 0, 0, 0)
+    assert free.bandwidth == 5e6
+    assert type(free.memory) is int
+    assert type(free.performance) is float
 
 
 def test_a_draw_is_named_by_seed_round_and_client():
-    how = Availability()
+    how = FleetSettings()
     base = how.resources(DEVICE, 1, 2, 3, 0)
     assert how.resources(DEVICE, 1, 2, 3, 0) == base
     others = [how.resources(DEVICE, *where, 0) for where in ((2, 2, 3), (1, 3, 3), (1, 2, 4), (1, 3, 2))]
-    assert len({spare.memory for spare in (base, *others)}) == 5
+    assert len({free.memory for free in (base, *others)}) == 5
     # The minimum changes nothing but itself.
     assert how.resources(DEVICE, 1, 2, 3, 10**6).performance == base.performance
-
-
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        ({"performance": "app"}, "unknown availability of performance 'app'. Did you mean 'apps'"),
-        ({"floor": 0.0}, "floor .* above 0 and at most 1, not 0.0"),
-        ({"floor": 1.5}, "not 1.5"),
-    ],
-)
-def test_bad_settings(bad, message):
-    with pytest.raises(ConfigError, match=message):
-        Availability(**bad)
 
 
 def test_device_probabilities_by_hand():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fedprophet.fleet import POOLS, load_pool, pool_text
+from fedprophet.fleet.device import POOLS, load_pool, pool_text
 
 # Device: TFLOPS, GB, GB/s.
 PAPER = {

@@ -5,10 +5,14 @@ import numpy as np
 import pytest
 import torch
 
-from fedprophet.data import ShardSettings, from_tensors, load
-from fedprophet.data.dataset import Dataset, TensorExamples
+from fedprophet.data import load
+from fedprophet.data.dataset import Dataset, TensorExamples, from_tensors
+from fedprophet.data.shards import ShardSettings
 from fedprophet.errors import ConfigError
-from fedprophet.fleet import Availability, Population, load_pool, population
+from fedprophet.fleet import population
+from fedprophet.fleet.availability import FleetSettings
+from fedprophet.fleet.device import load_pool
+from fedprophet.fleet.population import Population
 from fedprophet.messages.values import SERVER
 
 POOL = load_pool("small")
@@ -86,18 +90,18 @@ def test_the_seed_decides():
 
 
 def test_resources_are_those_of_the_device():
-    people = make(availability=Availability("apps"))
+    people = make(fleet=FleetSettings(performance="apps"))
     for k in range(8):
         device = people.device(k)
         for round_ in range(5):
-            spare = people.resources(k, round_, 1000)
-            assert 1000 <= spare.memory <= max(1000, 0.2 * device.memory)
-            assert round(spare.performance / device.performance, 3) in (1.0, 0.735, 0.459, 0.524, 0.167, 0.231)
-            assert spare.bandwidth == device.bandwidth
+            free = people.resources(k, round_, 1000)
+            assert 1000 <= free.memory <= max(1000, 0.2 * device.memory)
+            assert round(free.performance / device.performance, 3) in (1.0, 0.735, 0.459, 0.524, 0.167, 0.231)
+            assert free.bandwidth == device.bandwidth
 
 
 def test_unbalanced_populations_are_weaker():
-    balanced, weak = make(300), make(300, exponent=-1.0)
+    balanced, weak = make(300), make(300, fleet=FleetSettings(exponent=-1.0))
     assert np.mean([weak.device(k).memory for k in range(300)]) < 0.5 * np.mean(
         [balanced.device(k).memory for k in range(300)]
     )
@@ -154,18 +158,8 @@ def test_no_such_client(client):
 def test_bad_settings_are_found_at_once():
     with pytest.raises(ConfigError, match="clients must be at least 1"):
         make(0)
-    with pytest.raises(ConfigError, match="validation part"):
-        make(validation=1.0)
-    with pytest.raises(ConfigError, match="exponent"):
-        make(exponent=float("inf"))
     with pytest.raises(ConfigError, match="classes_per_client is 5, but the dataset has only 4"):
         Population(numbered(), ShardSettings(classes_per_client=5), POOL, 0, 8)
-
-
-@pytest.mark.parametrize("public", [-1, 10, 11, 5000, 2.5, "50%"])
-def test_a_public_set_that_the_test_set_cannot_give(public):
-    with pytest.raises(ConfigError, match=r"the public set must be .* below the 10 of the test set .*, not "):
-        make(public=public)
 
 
 def test_nothing_of_a_client_is_made_before_it_is_asked_for(monkeypatch):

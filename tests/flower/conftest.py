@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from fedprophet.flower import stay_offline
+from fedprophet.flower.offline import stay_offline
 
 stay_offline()  # before any test imports Flower or Ray, which read their settings then
 

@@ -30,7 +30,7 @@ from fedprophet.flower.protocol import (
     unpack_task,
     wire_bytes,
 )
-from fedprophet.flower.timeouts import Timeouts
+from fedprophet.flower.transport import Timeouts
 from fedprophet.messages.answers import Adopted, Answer, Evaluated, Reported, Trained
 from fedprophet.messages.modules import digest
 from fedprophet.messages.tasks import Adopt, Evaluate, Report, Task, Train
@@ -106,7 +106,7 @@ def connect(fake_grid, parts):
 
     def make(nodes, timeouts: Timeouts = QUICK, **options):
         grid = fake_grid(nodes)
-        engine = FlowerEngine(grid, parts, lambda: RUN, RunManifest.of(parts), timeouts, **options)
+        engine = FlowerEngine(lambda: grid, parts, lambda: RUN, RunManifest.of(parts), timeouts, **options)
         engine.grid = grid
         return engine
 

@@ -15,6 +15,7 @@ pytest.importorskip("flwr")
 from flwr.app import ConfigRecord, RecordDict
 
 from fedprophet.client.layer_store import ClientStore
+from fedprophet.config.load import parse_config
 from fedprophet.data.dataset import JoinedExamples
 from fedprophet.deploy import probe
 from fedprophet.engines import EngineParts
@@ -22,7 +23,7 @@ from fedprophet.engines.plain import PlainEngine
 from fedprophet.errors import ConfigError
 from fedprophet.flower import node
 from fedprophet.flower.manifest import RunManifest
-from fedprophet.flower.node import Place, answer
+from fedprophet.flower.node import NodeConfig, answer
 from fedprophet.flower.protocol import (
     PROTOCOL,
     Hello,
@@ -134,7 +135,7 @@ def test_layers_are_kept_on_disk_as_the_plain_engine_has_them(ask, parts, tmp_pa
         assert isinstance(update, Trained)
         assert same_tensors(update.parameters, expected.parameters)
         assert (update.loss, update.samples) == (expected.loss, expected.samples)
-        node._bench.cache_clear()  # as a new process
+        node._open_run.cache_clear()  # as a new process
     report = replace(REPORT, round=2)
     (expected,) = plain.map([report])
     assert expected.local
@@ -149,7 +150,7 @@ def test_modules_are_asked_for_once_and_found_again(ask, parts, tmp_path):
     task = evaluate(parts, name)
     assert ask(task) == Lacking((name,))
     assert isinstance(ask(task, modules={name: module}), Evaluated)
-    node._bench.cache_clear()
+    node._open_run.cache_clear()
     assert isinstance(ask(task), Evaluated)
     (file,) = (tmp_path / "home" / "modules").glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-1])
@@ -176,36 +177,36 @@ def test_own_data_is_everything_there_is(ask, parts):
 
 
 def test_own_data_are_joined_in_order(parts):
-    place = Place.of({"partition-id": 1, "shard": "own"})
-    bench = node._bench(RUN, RunManifest.of(parts).to_text(), "", False)
-    data, every = node._own_data(bench, place), JoinedExamples(bench.dataset.train, bench.dataset.test)
+    config = NodeConfig.of({"partition-id": 1, "shard": "own"})
+    run = node._open_run(RUN, RunManifest.of(parts).to_text(), "", False)
+    data, every = node._own_data(run, config), JoinedExamples(run.dataset.train, run.dataset.test)
     assert len(data.validation) == round(0.2 * 1797)
     assert len(data.train) + len(data.validation) == 1797
-    last = len(bench.dataset.train)
+    last = len(run.dataset.train)
     indices = torch.tensor([last, 0, last + 2, 3])
-    expected = [bench.dataset.test.fetch(torch.tensor([0])), bench.dataset.train.fetch(torch.tensor([0]))]
-    expected += [bench.dataset.test.fetch(torch.tensor([2])), bench.dataset.train.fetch(torch.tensor([3]))]
+    expected = [run.dataset.test.fetch(torch.tensor([0])), run.dataset.train.fetch(torch.tensor([0]))]
+    expected += [run.dataset.test.fetch(torch.tensor([2])), run.dataset.train.fetch(torch.tensor([3]))]
     assert torch.equal(every.fetch(indices), torch.cat(expected))
     assert every.labels[indices].tolist() == [
-        int(bench.dataset.test.labels[0]),
-        int(bench.dataset.train.labels[0]),
-        int(bench.dataset.test.labels[2]),
-        int(bench.dataset.train.labels[3]),
+        int(run.dataset.test.labels[0]),
+        int(run.dataset.train.labels[0]),
+        int(run.dataset.test.labels[2]),
+        int(run.dataset.train.labels[3]),
     ]
 
 
 def test_normalisation_is_the_servers(parts):
     """Whatever a node's own images look like, the model must see them as those of all others."""
     manifest = RunManifest.of(parts).model_copy(update={"mean": (0.25,), "std": (2.0,)})
-    bench = node._bench(RUN, manifest.to_text(), "", False)
-    assert (bench.dataset.mean, bench.dataset.std) == ((0.25,), (2.0,))
+    run = node._open_run(RUN, manifest.to_text(), "", False)
+    assert (run.dataset.mean, run.dataset.std) == ((0.25,), (2.0,))
 
 
 def test_manifest_survives_the_journey(parts):
     manifest = RunManifest.of(parts, home="/x y", threads=2)
     assert RunManifest.of_text(manifest.to_text()) == manifest
     assert manifest.mean == parts.dataset.mean
-    assert manifest.parsed_config() == parts.config
+    assert parse_config(manifest.config, "here") == parts.config
 
 
 def test_pool_of_the_server_is_none_of_a_devices_business(ask, parts):
@@ -231,10 +232,10 @@ def test_server_cannot_choose_where_a_device_keeps_its_images(parts, monkeypatch
         return load(parts.config)
 
     monkeypatch.setattr(node, "load_dataset", noted)
-    node._bench(RUN, text, "", False)
-    node._bench(RUN, text, "", True)
+    node._open_run(RUN, text, "", False)
+    node._open_run(RUN, text, "", True)
     assert asked == ["", "/chosen/by/the/server"]  # a simulation is on the server's own machine
-    node._bench.cache_clear()
+    node._open_run.cache_clear()
 
 
 @pytest.fixture
@@ -263,7 +264,7 @@ def test_starting_weights_are_the_servers_alone(ask, started, parts, same_tensor
     assert same_tensors(update.parameters, expected.parameters)
     assert update.loss == expected.loss
     # It would not be the same without them, and without weights nothing travels.
-    node._bench.cache_clear()
+    node._open_run.cache_clear()
     other = ask(task, manifest=manifest.model_copy(update={"layers": {}}), home=str(tmp_path / "another"))
     assert not same_tensors(other.parameters, expected.parameters)
     assert RunManifest.of(parts).layers == {}
@@ -358,10 +359,10 @@ def test_run_that_does_not_fit_is_refused(ask, parts, change, reason):
 
 
 def test_other_classes_are_refused_by_name(ask, parts, monkeypatch):
-    here = node.load_dataset(RunManifest.of(parts).parsed_config())
+    here = node.load_dataset(parts.config)
     named = replace(here, names=("cat", "dog", *map(str, range(8))))
     monkeypatch.setattr(node, "load_dataset", lambda config: named)
-    node._bench.cache_clear()
+    node._open_run.cache_clear()
     manifest = RunManifest.of(parts)
     refusal = ask(REPORT, manifest=manifest.model_copy(update={"names": ("cat", "cow", *map(str, range(8)))}))
     assert refusal == Refusal(
@@ -369,7 +370,7 @@ def test_other_classes_are_refused_by_name(ask, parts, monkeypatch):
         "'cow'). Give the folders the same names"
     )
     assert isinstance(ask(REPORT, manifest=manifest.model_copy(update={"names": named.names})), Reported)
-    node._bench.cache_clear()
+    node._open_run.cache_clear()
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", "[" * 100_000, json.dumps({"config": 3})])
@@ -405,6 +406,6 @@ def test_nonsense_is_refused():
 
 
 def test_home_by_default_is_the_users():
-    assert Place.of({"partition-id": 0}).folder == Path("~/.local/share/fedprophet").expanduser()
+    assert NodeConfig.of({"partition-id": 0}).folder == Path("~/.local/share/fedprophet").expanduser()
     with pytest.raises(ConfigError, match='no "partition-id"'):
-        Place.of({})
+        NodeConfig.of({})

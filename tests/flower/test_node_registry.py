@@ -14,8 +14,7 @@ from flwr.app import ConfigRecord, Error, RecordDict
 from fedprophet.errors import FedProphetError
 from fedprophet.flower.node_registry import KeyedClients, NodeRegistry
 from fedprophet.flower.protocol import PROTOCOL, pack_hello, pack_refusal
-from fedprophet.flower.timeouts import Timeouts
-from fedprophet.flower.transport import Ledger, Transport
+from fedprophet.flower.transport import Ledger, Timeouts, Transport
 
 CLIENTS = (0, 1, 2)
 PATIENT = Timeouts(deadline=600, patience=60, greeting=30)
@@ -49,7 +48,7 @@ class Desk:
 
     def __init__(self, grid: Any, timeouts: Timeouts, keys: KeyedClients | None) -> None:
         self.grid, self.ledger = grid, Ledger()
-        self.registry = NodeRegistry(Transport(grid, self.ledger), timeouts, self.ledger, len(CLIENTS), keys)
+        self.registry = NodeRegistry(Transport(lambda: grid, self.ledger), timeouts, self.ledger, len(CLIENTS), keys)
 
     def meet(self, clients: Iterable[int] = CLIENTS, look: Callable[[], None] = lambda: None) -> dict[int, int]:
         """Wait for clients; return the nodes of all that have one."""
@@ -194,7 +193,7 @@ def test_hello_of_another_node_is_dropped(open_desk):
     desk = open_desk(fleet(), BRIEF, keys=lambda: KEYS)
     desk.grid.forger = 100
     assert desk.meet() == {0: 100}
-    assert desk.faults() == {f"node {node}": "node 100 answered in its place" for node in (101, 102)}
+    assert desk.faults() == {f"node {node}": f"node 100 answered in place of node {node}" for node in (101, 102)}
 
 
 @pytest.mark.parametrize("text", ["x" * 2**20, "é" * 2**19])

@@ -116,7 +116,7 @@ def test_whole_run_and_one_that_was_killed_are_the_same(pilot, config, tmp_path)
     assert results["faults"] == 0
 
 
-def test_run_goes_on_without_a_node_that_dies(pilot, config, tmp_path):
+def test_run_goes_on_without_a_node_that_dies(pilot, config, tmp_path, clock):
     grid = pilot()
     dying, tasks = grid.nodes[11], []
 
@@ -134,7 +134,7 @@ def test_run_goes_on_without_a_node_that_dies(pilot, config, tmp_path):
     assert all(set(each) <= {"1"} for each in faults)
 
 
-def test_nobody_answers_stops_the_run_with_the_reason(fake_grid, config, tmp_path):
+def test_nobody_answers_stops_the_run_with_the_reason(fake_grid, config, tmp_path, clock):
     grid = fake_grid({10: real(tmp_path, 7)})
     grid.nodes[10] = lambda record: answer(record, {})
     given = {"config": config, "out": str(tmp_path / "run"), "overrides": "flower.deadline=0.05"}
@@ -261,7 +261,8 @@ def test_simulation_of_too_few_nodes_is_refused_before_anything_is_written(pilot
     monkeypatch.setattr(server_app, "SECONDS_TO_REGISTER", 0.1)
     out = tmp_path / "run"
     given = {"config": config, "out": str(out), "overrides": "population.clients=5"}
-    with pytest.raises(ConfigError, match=r"3 nodes, and the run 5 clients.*'num-supernodes=5'.*population.clients=3"):
+    reason = r"3 nodes, but the run has 5 clients.*'num-supernodes=5'.*population.clients=3"
+    with pytest.raises(ConfigError, match=reason):
         open_run(given, engine_on(pilot(), True), True)
     assert not out.exists()
 

@@ -112,6 +112,17 @@ def test_stopped_and_resumed_run_is_the_same(tiny, tmp_path, monkeypatch, capfd)
     room.rmdir()
 
 
+def test_simulation_that_does_not_start_says_why(tmp_path, monkeypatch):
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no such cluster")
+
+    monkeypatch.setattr(simulation, "run_simulation", fail)
+    broken = Simulation(clients=1, cpus=1, cores=1, log_file=tmp_path / "flower.log")
+    with pytest.raises(TrainingError, match=r"Flower's simulation failed: no such cluster.*flower.log says more"):
+        broken.grid()
+    broken.close(at_once=False)
+
+
 @pytest.fixture(scope="module")
 def grid(tmp_path_factory) -> Iterator[Any]:
     folder = tmp_path_factory.mktemp("simulation")
@@ -167,5 +178,5 @@ def test_data_of_your_own_is_refused_before_anything_is_written(tiny, tmp_path):
 
 
 def test_client_that_needs_more_cores_than_there_are(tiny):
-    with pytest.raises(ConfigError, match=r"flower.cpus: a client is to have 3 cores, and the run has 2"):
+    with pytest.raises(ConfigError, match=r"flower.cpus: a client needs 3 cores, but the run has 2"):
         assemble(tiny({**SMALL, **SIMULATED, "flower.cpus": 3}))

@@ -28,7 +28,7 @@ def grid(fake_grid):
 
 @pytest.fixture
 def transport(grid, ledger) -> Transport:
-    return Transport(grid, ledger)
+    return Transport(lambda: grid, ledger)
 
 
 CALLS: dict[str, tuple[str, Callable[[Transport], Any], Any]] = {
@@ -98,6 +98,19 @@ def test_broken_connection_is_told_and_cannot_steer_a_terminal(transport, grid, 
     assert text.isprintable()
     assert "?[2J" in text
     assert ledger == Ledger()
+
+
+@pytest.mark.parametrize("what", CALLS)
+def test_failure_is_logged_once_until_it_works_again(transport, grid, caplog, what):
+    name, call, _ = CALLS[what]
+    works = getattr(grid, name)
+    for _ in range(2):
+        setattr(grid, name, breaks_with(ConnectionError("gone")))
+        call(transport)
+        call(transport)
+        setattr(grid, name, works)
+        call(transport)
+    assert len(caplog.messages) == 2
 
 
 @pytest.mark.parametrize("what", CALLS)

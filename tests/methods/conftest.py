@@ -128,7 +128,7 @@ class FourChannels:
             for task, q, numbers in zip(tasks, weights, sent, strict=True)
         ]
         try:
-            next(self.method.join(self.state(tasks[0].round), tasks, updates, {}))
+            next(self.method.join(self.state(tasks[0].round), list(zip(tasks, updates, strict=True)), {}))
         except StopIteration as end:
             return {name: value.flatten().tolist() for name, value in end.value.model.items()}
         raise AssertionError("joining needs no further task")

@@ -77,7 +77,7 @@ def test_a_run_without_half_of_the_answers_comes_to_its_end(method, phase, setti
                 if (task.client, task.number) not in came:
                     lost.setdefault(task.kind, set()).add(task.client)
         assert record.get("missing", {}) == {kind: sorted(clients) for kind, clients in lost.items()}
-        journal.encode(record)
+        journal.journal_line(record)
         data, tensors = encode(played.states[record["round"]])
         decode(type(played.states[0]), json.loads(json.dumps(data)), tensors)
 
@@ -281,7 +281,7 @@ def test_thousands_of_foreign_names_make_a_short_line(settings, cohort, tiny, pl
     assert reason.endswith("and 4995 more")
     assert len(reason) <= 500
     assert reason.isprintable()
-    assert len(journal.encode(played.records[0])) < 2000
+    assert len(journal.journal_line(played.records[0])) < 2000
 
 
 @pytest.mark.parametrize("method", JOINS)

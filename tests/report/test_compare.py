@@ -5,8 +5,7 @@ import math
 
 import pytest
 
-from fedprophet.methods import METHODS
-from fedprophet.report.compare import REFERENCE, Statistic, compare, paper_names
+from fedprophet.report.compare import Statistic, compare
 from fedprophet.report.notes import reading, setting_notes
 from fedprophet.report.tables import document
 
@@ -28,11 +27,6 @@ def said(setting, *parts):
     found = [note for note in setting_notes(setting) if all(part in note for part in parts)]
     assert len(found) == 1, setting_notes(setting)
     return found[0]
-
-
-def test_every_method_has_a_name_and_a_place():
-    assert set(paper_names()) == set(METHODS)
-    assert REFERENCE in METHODS
 
 
 def test_seeds_share_a_row_with_mean_and_sample_deviation(write_run):
@@ -173,7 +167,7 @@ def test_real_devices_are_a_setting_of_their_own(write_run):
     assert "AA is not measured for jFAT, FedProphet." in notes
     assert "No speed-up for" not in notes
     assert "configuration key fleet" not in notes
-    assert "is not finished: 2 rounds so far; memory is of these rounds only. Resume it: flwr run" in notes
+    assert "is not finished: 2 rounds so far; memory is of these rounds only. Resume it with: flwr run" in notes
     assert not any("Flower, real devices" in note for note in setting_notes(simulated))
     engines = [run["engine"] for row in document(comparison)["settings"][1]["rows"] for run in row["runs"]]
     assert set(engines) == {"Flower, real devices"}
@@ -314,14 +308,14 @@ def test_what_is_not_finished_is_a_row_of_its_own(write_run, tmp_path):
     ]
     setting = only(compare(paths))
     assert labels(setting) == [
-        "jFAT (seed 0, 1 rounds so far)",
-        "jFAT (seed 1, 1 rounds so far)",
+        "jFAT (seed 0, 1 round so far)",
+        "jFAT (seed 1, 1 round so far)",
         "jFAT",
         "FedProphet",
     ]
     assert [row.speedup and row.speedup.factor for row in setting.rows] == [None, None, 1.0, 1.0]
     assert setting.rows[0].accuracy("personalised", "clean") is None
-    assert f"fedprophet train --resume {tmp_path / 'a'}" in said(setting, "a is not finished: 1 rounds so far;")
+    assert f"fedprophet train --resume {tmp_path / 'a'}" in said(setting, "a is not finished: 1 round so far;")
     lonely = only(compare([paths[0], paths[3]]))
     assert [row.speedup for row in lonely.rows] == [None, None], "half a jFAT run is no reference"
     assert "no finished jFAT run" in said(lonely, "No speed-up for FedProphet")

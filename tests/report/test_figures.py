@@ -8,7 +8,8 @@ import matplotlib as mpl
 import pytest
 
 from fedprophet.errors import ConfigError
-from fedprophet.report.compare import compare, paper_names
+from fedprophet.methods import METHODS
+from fedprophet.report.compare import compare
 from fedprophet.report.figures import ATTACK_NAMES, TIME_NAMES, comparison_figure, comparison_png
 
 
@@ -17,7 +18,7 @@ def eight(write_run):
     """All eight methods, one with a long label, one not finished, one measured with aa-fast alone."""
     paths = [
         write_run(method, method, rounds=[[(1000 * number, 500, 1, 1e7)]], clean=0.1 * number, autoattack=0.05)
-        for number, method in enumerate(paper_names(), start=1)
+        for number, method in enumerate(METHODS, start=1)
     ]
     fast = {"aa-fast": {"accuracy": 0.3, "samples": 9}}
     extra = [

@@ -5,14 +5,14 @@ import json
 import pytest
 
 from fedprophet.errors import CheckpointError, ConfigError
-from fedprophet.report.runs import MeasuredAccuracy, Memory, Reached, Time, Wire, read_run
+from fedprophet.report.runs import MeasuredAccuracy, Memory, Reached, SimulatedTime, Wire, read_run
 from fedprophet.runs.play import play
 from fedprophet.runs.run import start
 
 
 def test_time_and_memory_by_hand(write_run):
     run = read_run(write_run("run"))
-    assert run.time == Time(computation=1 + 4, access=10 + 4, communication=5 + 7)
+    assert run.time == SimulatedTime(computation=1 + 4, access=10 + 4, communication=5 + 7)
     assert run.time.total == 19, "communication is reported on its own"
     assert run.memory == Memory(least=40, peak=50)
     assert (run.rounds, run.finished, run.version, run.notes) == (2, True, "0.1.0", ())
@@ -25,7 +25,7 @@ def test_least_memory_is_what_the_hardest_round_asks_of_its_luckiest_client(writ
 
 def test_a_round_in_which_nobody_trained_takes_no_time(write_run):
     run = read_run(write_run("run", rounds=[[(1, 2, 3, 4)], []]))
-    assert run.time == Time(1, 2, 3)
+    assert run.time == SimulatedTime(1, 2, 3)
     assert run.memory == Memory(4, 4)
     assert run.rounds == 2
 
@@ -34,7 +34,7 @@ def test_a_round_in_which_nobody_trained_takes_no_time(write_run):
 def test_a_journal_without_memory_still_has_its_times(write_run, rounds):
     run = read_run(write_run("run", rounds=rounds))
     assert run.memory is None
-    assert run.time == Time(len(rounds), 2 * len(rounds), 3 * len(rounds))
+    assert run.time == SimulatedTime(len(rounds), 2 * len(rounds), 3 * len(rounds))
 
 
 def test_a_journal_without_times_or_rounds_gives_none(write_run):
@@ -143,7 +143,7 @@ def test_a_run_that_is_not_finished(write_run):
     run = read_run(path)
     assert (run.finished, run.rounds, run.version) == (False, 3, None)
     assert run.last == Reached(3, 0.25, 0.125)
-    assert run.time == Time(5, 14, 12), "the torn line does not count"
+    assert run.time == SimulatedTime(5, 14, 12), "the torn line does not count"
     assert run.accuracies == {"personalised": {}, "global": {}}
 
 
@@ -151,7 +151,7 @@ def test_a_run_before_its_first_round(write_run):
     path = write_run("run", finished=False)
     (path / "journal.jsonl").unlink()
     run = read_run(path)
-    assert (run.rounds, run.time, run.memory, run.last) == (0, Time(0, 0, 0), None, None)
+    assert (run.rounds, run.time, run.memory, run.last) == (0, SimulatedTime(0, 0, 0), None, None)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_what_is_no_run(write_run, tmp_path):
         read_run(path)
 
 
-QUICK = {"rounds": 2, "train.warmup": 1, "train.iterations": 1, "evaluate.test_samples": 20, "evaluate.clients": 2}
+QUICK = {"rounds": 1, "train.warmup": 0, "train.iterations": 1, "evaluate.test_samples": 20, "evaluate.clients": 2}
 
 
 @pytest.mark.parametrize("method", ["jfat", "fedprophet"])

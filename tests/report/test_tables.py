@@ -79,13 +79,13 @@ def test_the_tables_by_hand(comparison):
     # ± of 0.8 and 0.9: 0.1 / √2 = 0.0707.
     assert rows(accuracy) == (
         ("jFAT", "2", "85.0 ± 7.1", "50.0 ± 0.0", "30.0 ± 7.1", "42.5 ± 3.5", "25.0 ± 0.0", "30.0 ± 7.1"),
-        ("FedRBN (seed 0, 1 rounds so far)", "1", "–", "–", "–", "–", "–", "–"),
+        ("FedRBN (seed 0, 1 round so far)", "1", "–", "–", "–", "–", "–", "–"),
         ("FedProphet", "1", "80.0", "62.5", "–", "40.0", "31.2", "–"),
     )
     # FedProphet: the second client is the slowest of round 1 (4 s of access), so 8 s + 4 s; jFAT 30 s in the mean.
     assert rows(cost) == (
         ("jFAT", "1", "3.0 MB", "3.0 MB", "30.0 ± 14.1 s", "5.0 s", "25.0 s", "1.00×", "2.0 s"),
-        ("FedRBN (seed 0, 1 rounds so far)", "1", "–", "–", "2.0 s", "1.0 s", "1.0 s", "–", "1.0 s"),
+        ("FedRBN (seed 0, 1 round so far)", "1", "–", "–", "2.0 s", "1.0 s", "1.0 s", "–", "1.0 s"),
         ("FedProphet", "2", "1.0 MB", "7.0 MB", "12.0 s", "8.0 s", "4.0 s", "2.50×", "3.0 s"),
     )
     assert rows(rounds) == (("jFAT", "1", "70.0 ± 0.0", "40.0 ± 0.0", "2", "60.0 ± 0.0", "30.0 ± 0.0"),)
@@ -172,7 +172,7 @@ def test_markdown(comparison):
 
 
 def test_a_bar_in_a_value_does_not_break_the_table(write_run):
-    paths = [write_run("a", "jfat", "fleet.pool=x"), write_run("b", "jfat", 'model.name="a|b"', "fleet.pool=x")]
+    paths = [write_run("a", "jfat", "fleet.pool=x"), write_run("b", "jfat", 'model.weights="a|b"', "fleet.pool=x")]
     line = next(line for line in markdown(compare(paths)).splitlines() if "a\\|b" in line)
     assert line.replace("\\|", "").count("|") == 9
 

@@ -132,9 +132,6 @@ def test_no_checkpoint(checkpoints: Checkpoints, folder: Path) -> None:
 
 def test_saving_a_round_again(checkpoints: Checkpoints, folder: Path) -> None:
     checkpoints.save(state_of(1), 1)
-    before = (folder / "round-000001").stat().st_ino
-    checkpoints.save(state_of(1), 1)
-    assert (folder / "round-000001").stat().st_ino == before
     checkpoints.save(state_of(8), 1)
     assert names(folder) == ["round-000001"]
     assert checkpoints.load(State).state.round == 8
@@ -340,15 +337,16 @@ def save_until(checkpoints: Checkpoints, state: State, monkeypatch: pytest.Monke
 def test_a_kill_at_any_step_leaves_a_whole_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
 ) -> None:
+    before = Checkpoints(tmp_path / "before", CONFIG)
+    for number in (1, 2):
+        before.save(state_of(number), number)
+    if again:
+        before.save(replace(state_of(3), flag=True), 3)
     steps = 0
     killed = True
     while killed:
-        folder = tmp_path / str(steps)
+        folder = shutil.copytree(tmp_path / "before", tmp_path / str(steps))
         checkpoints = Checkpoints(folder, CONFIG)
-        for number in (1, 2):
-            checkpoints.save(state_of(number), number)
-        if again:
-            checkpoints.save(replace(state_of(3), flag=True), 3)
         killed = save_until(checkpoints, state_of(3), monkeypatch, steps)
         state, number, notes = checkpoints.load(State)
         assert notes == []

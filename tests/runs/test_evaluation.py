@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from fedprophet.errors import CheckpointError, ConfigError
-from fedprophet.runs import evaluation, masking, measured
+from fedprophet.runs import evaluation, masking
 from fedprophet.runs.evaluation import evaluate_run
 from fedprophet.runs.files import RunFiles
 from fedprophet.runs.play import play
@@ -108,7 +108,7 @@ def test_a_stopped_evaluation_goes_on_where_it_stopped(path, undisturbed, stops)
         with pytest.raises(RunStoppedError) as stopped:
             evaluate_run(run, ATTACKS)
         assert str(stopped.value) == (
-            f"stopped; what was measured is kept. Go on with: fedprophet evaluate {path} --attack clean,pgd2"
+            f"stopped; what was measured is kept. Resume it with: fedprophet evaluate {path} --attack clean,pgd2"
         )
         assert len(engine.done) == stop
         everything += engine.done
@@ -269,7 +269,7 @@ def test_a_disk_that_is_full_says_so_and_what_is_there_stays(path, undisturbed, 
     def lines_so_far():
         return [line for file in (path / "evaluation").glob("*.jsonl") for line in file.read_text().split("\n") if line]
 
-    monkeypatch.setattr(measured.os, "write", full)
+    monkeypatch.setattr(os, "write", full)
     with pytest.raises(CheckpointError, match=r"No space left on device\. Make room there .* the same command again"):
         evaluate_run(reopen(path), ATTACKS)
     monkeypatch.undo()

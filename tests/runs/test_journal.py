@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedprophet.errors import CheckpointError
-from fedprophet.runs.journal import Journal, encode
+from fedprophet.runs.journal import Journal, journal_line
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_read(path: Path) -> None:
 
 @given(st.dictionaries(st.text(max_size=3), st.floats() | st.text(max_size=5) | st.integers(), max_size=4))
 def test_every_line_is_one_line_of_strict_json(record: dict[str, object]) -> None:
-    line = encode({**record, "round": 1})
+    line = journal_line({**record, "round": 1})
     assert line.count(b"\n") == 1
     assert line.endswith(b"\n")
 

@@ -95,7 +95,8 @@ def test_ctrl_c_after_a_round(tiny, small, stop, tmp_path, contents, undisturbed
     with pytest.raises(RunStoppedError) as stopped:
         play(start(tiny(settings), tmp_path / "run"), stop(after_round=after_round))
     assert str(stopped.value) == (
-        f"stopped after round {after_round}; nothing is lost. Go on with: fedprophet train --resume {tmp_path / 'run'}"
+        f"stopped after round {after_round}; nothing is lost. "
+        f"Resume it with: fedprophet train --resume {tmp_path / 'run'}"
     )
     run = reopen(tmp_path / "run")
     assert run.state.round == after_round, "a checkpoint is written whatever checkpoint.every says"

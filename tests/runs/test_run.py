@@ -20,7 +20,7 @@ def test_runs_without_a_name_are_numbered(tiny, tmp_path, monkeypatch):
 def test_a_folder_that_is_taken_is_refused_and_left_alone(tiny, tmp_path):
     start(tiny(), tmp_path / "run")
     before = (tmp_path / "run" / "config.toml").read_bytes()
-    with pytest.raises(ConfigError, match=r"already holds a run\. Go on with: fedprophet train --resume"):
+    with pytest.raises(ConfigError, match=r"already holds a run\. Resume it with: fedprophet train --resume"):
         start(tiny({"seed": 4}), tmp_path / "run")
     assert (tmp_path / "run" / "config.toml").read_bytes() == before
     (tmp_path / "full").mkdir()
@@ -74,7 +74,7 @@ def test_a_checkpoint_of_another_configuration_names_the_keys(tiny, small, stopp
 def test_a_run_on_other_machines_goes_on_there_and_can_be_read_when_it_is_finished(stopped, finished, contents):
     for path in (stopped, finished):
         (path / "flower.json").write_text('{"run": "ab", "deployed": true}')
-    command = f"Go on with: flwr run APP SERVER --run-config 'out=\"{stopped}\" resume=true'"
+    command = f"Resume it with: flwr run APP SERVER --run-config 'out=\"{stopped}\" resume=true'"
     for open_ in (reopen, open_to_read):
         with pytest.raises(CheckpointError, match=re.escape(command)):
             open_(stopped)

@@ -5,7 +5,7 @@ import pytest
 from fedprophet.fleet.latency import batch_sizes, client_seconds, workload_of
 from fedprophet.fleet.network import draw_link, payload_bytes
 from fedprophet.runs.session import assemble
-from fedprophet.runs.summary import fault_count, faulty_clients, simulated_seconds, training_memory, wire_bytes
+from fedprophet.runs.summary import fault_count, faulty_clients, moved_bytes, simulated_seconds, training_memory
 from fedprophet.server.coordinator import play_round
 
 
@@ -37,8 +37,8 @@ def test_bytes_and_faults_by_hand() -> None:
         {"dropped": {}},
         {"wire": {"sent": 5, "received": 1, "jfat": 10}, "missing": {"report": [7], "train": [7, 8]}},
     ]
-    assert wire_bytes(records) == {"sent": 15, "received": 5, "jfat": 100}
-    assert wire_bytes(records[1:2]) is None
+    assert moved_bytes(records) == {"sent": 15, "received": 5, "jfat": 100}
+    assert moved_bytes(records[1:2]) is None
     assert faulty_clients(records[0]) == {"2": ["a", "b"], "7": ["c"]}
     assert faulty_clients(records[2]) == {"7": ["no answer (report)", "no answer (train)"], "8": ["no answer (train)"]}
     assert fault_count(records) == 4

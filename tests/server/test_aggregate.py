@@ -69,13 +69,13 @@ def test_usable_updates_keep_client_order() -> None:
     tasks = [_task(client, 1) for client in (5, 2, 8)]
     answers = [_update(8, w=torch.ones(1)), _update(5, w=torch.tensor([float("nan")])), _update(2, w=torch.ones(1))]
     usable, rejected = split_usable(tasks, answers)
-    assert [update.client for update in usable] == [2, 8]
+    assert [update.client for _, update in usable] == [2, 8]
     assert rejected == {5: "w is not finite"}
 
 
 def test_an_update_of_somebody_who_was_not_asked_is_named() -> None:
     usable, rejected = split_usable([TASK], [_update(4, w=torch.ones(2)), _update(1, w=torch.ones(2))])
-    assert [update.client for update in usable] == [1]
+    assert [update.client for _, update in usable] == [1]
     assert rejected == {4: "it was not asked"}
     assert split_usable([], [_update(1)]) == ([], {1: "it was not asked"})
     assert split_usable([TASK], []) == ([], {})

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from fedprophet.server.perturbation import AdjustmentRule, Perturbation, accuracy_ratio
+from fedprophet.server.perturbation import Perturbation, PerturbationSettings, accuracy_ratio
 
 
 def _perturbation(alpha: float = 0.3) -> Perturbation:
@@ -26,29 +26,38 @@ def test_radius_is_alpha_times_the_measured_magnitude() -> None:
     ],
 )
 def test_alpha_follows_the_accuracy_ratio(clean: float, adversarial: float, alpha: float) -> None:
-    assert _perturbation().observe(clean, adversarial, AdjustmentRule()).alpha == pytest.approx(alpha)
+    assert _perturbation().observe(clean, adversarial, PerturbationSettings()).alpha == pytest.approx(alpha)
 
 
 def test_switched_off_it_stays() -> None:
-    assert _perturbation().observe(0.9, 0.1, AdjustmentRule(enabled=False)).alpha == 0.3
+    assert _perturbation().observe(0.9, 0.1, PerturbationSettings(enabled=False)).alpha == 0.3
 
 
 def test_alpha_never_falls_below_its_floor() -> None:
-    rule = AdjustmentRule(floor=0.3)
-    assert _perturbation().observe(0.5, 0.5, rule).alpha == 0.3
-    assert _perturbation(0.05).observe(0.5, 0.5, AdjustmentRule()).alpha == 0.0
+    settings = PerturbationSettings(floor=0.3)
+    assert _perturbation().observe(0.5, 0.5, settings).alpha == 0.3
+    assert _perturbation(0.05).observe(0.5, 0.5, PerturbationSettings()).alpha == 0.0
 
 
 def test_cadence_and_window() -> None:
     """Every second observation is compared, on the mean of the last three ratios."""
-    rule = AdjustmentRule(every=2, window=3)
-    first = _perturbation().observe(0.8, 0.4, rule)  # ratio 2.0, not yet compared
+    settings = PerturbationSettings(every=2, window=3)
+    first = _perturbation().observe(0.8, 0.4, settings)  # ratio 2.0, not yet compared
     assert first.alpha == 0.3
-    second = first.observe(0.6, 0.5, rule)  # mean of 2.0 and 1.2 is 1.6: inside the band
+    second = first.observe(0.6, 0.5, settings)  # mean of 2.0 and 1.2 is 1.6: inside the band
     assert second.alpha == 0.3
-    fourth = second.observe(0.8, 0.4, rule).observe(0.8, 0.4, rule)  # mean of 1.2, 2.0, 2.0 is 1.733
+    fourth = second.observe(0.8, 0.4, settings).observe(0.8, 0.4, settings)  # mean of 1.2, 2.0, 2.0 is 1.733
     assert fourth.ratios == (1.2, 2.0, 2.0)
     assert fourth.alpha == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize(("every", "adjusted_at"), [(1, 1), (5, 1), (6, 2), (10, 2), (11, 3)])
+def test_the_cadence_is_in_rounds_and_rounded_up_to_evaluations(every: int, adjusted_at: int) -> None:
+    settings, perturbation, observed = PerturbationSettings(every=every), _perturbation(), 0
+    while perturbation.alpha == 0.3:
+        perturbation = perturbation.observe(0.9, 0.1, settings, evaluated_every=5)
+        observed += 1
+    assert observed == adjusted_at
 
 
 def test_ratio_without_adversarial_accuracy_is_infinite() -> None:

@@ -9,16 +9,17 @@ import threading
 
 import pytest
 
+from fedprophet.storage import locks
 from fedprophet.storage.locks import folder_lock
 
 HOLD = """
-import sys, time
+import runpy, signal, sys
 from pathlib import Path
-from fedprophet.storage.locks import folder_lock
-with folder_lock(Path(sys.argv[1])):
+with runpy.run_path(sys.argv[1])["folder_lock"](Path(sys.argv[2])):
     print("held", flush=True)
-    time.sleep(60)
+    signal.pause()
 """
+"""The module is run from its file: importing the package would import torch, which takes seconds."""
 
 
 class RefusedError(Exception):
@@ -52,23 +53,22 @@ def test_it_is_held_in_the_block_alone_and_its_file_is_hidden(tmp_path):
 
 
 def test_a_second_one_waits_or_is_refused(tmp_path):
-    order = []
+    order, waiting = [], threading.Event()
     with folder_lock(tmp_path):
         with pytest.raises(RefusedError), folder_lock(tmp_path, refuse):
             order.append("never")
         assert held(tmp_path), "the first one still has it"
 
         def second():
-            with folder_lock(tmp_path, lambda: order.append("waiting")):
+            with folder_lock(tmp_path, waiting.set):
                 order.append("second")
 
         thread = threading.Thread(target=second)
         thread.start()
-        while not order:
-            pass
+        waiting.wait()
         order.append("first")
     thread.join()
-    assert order == ["waiting", "first", "second"]
+    assert order == ["first", "second"]
 
 
 def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch):
@@ -82,9 +82,8 @@ def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch):
     assert done
 
 
-@pytest.mark.slow
 def test_the_lock_of_a_killed_process_is_gone(tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-c", HOLD, locks.__file__, str(tmp_path)], stdout=subprocess.PIPE)
     assert process.stdout.readline() == b"held\n"
     with pytest.raises(RefusedError), folder_lock(tmp_path, refuse):
         pass

@@ -8,7 +8,8 @@ model that shields the real one; on ten classes or more the outcome is that of i
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,18 +25,14 @@ MOST_TARGETS = 9
 LEAST_CLASSES_TO_AIM = 4
 """The targeted DLR loss compares four logits."""
 _QUIET = logging.Logger("pyautoattack", logging.CRITICAL + 1)
-
-Perturb = Callable[[Tensor, Tensor], Tensor]
-
-
-def autoattack(logits: Logits, images: Tensor, labels: Tensor, threat: ThreatModel, seed: int) -> Outcome:
-    """Run the standard AutoAttack: APGD-CE, APGD-T, FAB-T and Square, each on what the ones before it left standing."""
-    return _attack(STANDARD, logits, images, labels, threat, seed)
-
-
-def aa_fast(logits: Logits, images: Tensor, labels: Tensor, threat: ThreatModel, seed: int) -> Outcome:
-    """Run APGD-CE and APGD-T alone: nearly as strong, at a fraction of the time, and without a black-box attack."""
-    return _attack(FAST, logits, images, labels, threat, seed)
+_COMPONENTS: Mapping[str, tuple[str, Mapping[str, object]]] = {
+    "apgd-ce": ("apgd", {"loss": "ce"}),
+    "apgd-t": ("apgd_targeted", {}),
+    "fab": ("fab", {"targeted": False}),
+    "fab-t": ("fab", {"targeted": True}),
+    "square": ("square", {}),
+}
+"""For each component the member of pyautoattack's object that runs it, and the member's settings."""
 
 
 def _attack(
@@ -57,11 +54,20 @@ def _attack(
             standing = correct.nonzero().flatten()
             if not len(standing):
                 break
-            found = _PERTURB[name](suite)(pictures[standing], labels[standing])
+            member, settings = _COMPONENTS[name]
+            attack = getattr(suite, member)
+            vars(attack).update(settings)
+            found = attack.perturb(pictures[standing], labels[standing])
             fell = standing[model(found).argmax(dim=1) != labels[standing]]
             correct[fell] = False
             broken[name] = len(fell)
     return Outcome(correct, broken)
+
+
+autoattack = partial(_attack, STANDARD)
+"""The standard AutoAttack: APGD-CE, APGD-T, FAB-T and Square, each on what the ones before it left standing."""
+aa_fast = partial(_attack, FAST)
+"""APGD-CE and APGD-T alone: nearly as strong, at a fraction of the time, and without a black-box attack."""
 
 
 def _for_classes(components: tuple[str, ...], classes: int) -> tuple[str, ...]:
@@ -80,43 +86,6 @@ def _suite(model: Logits, radius: float, seed: int, classes: int, device: torch.
     suite.apgd_targeted.n_target_classes = suite.fab.n_target_classes = min(MOST_TARGETS, classes - 1)
     suite.apgd.logger = suite.apgd_targeted.logger = _QUIET
     return suite
-
-
-def _apgd_ce(suite: Any) -> Perturb:
-    suite.apgd.loss = "ce"
-    perturb: Perturb = suite.apgd.perturb
-    return perturb
-
-
-def _apgd_t(suite: Any) -> Perturb:
-    perturb: Perturb = suite.apgd_targeted.perturb
-    return perturb
-
-
-def _fab(suite: Any) -> Perturb:
-    suite.fab.targeted = False
-    perturb: Perturb = suite.fab.perturb
-    return perturb
-
-
-def _fab_t(suite: Any) -> Perturb:
-    suite.fab.targeted = True
-    perturb: Perturb = suite.fab.perturb
-    return perturb
-
-
-def _square(suite: Any) -> Perturb:
-    perturb: Perturb = suite.square.perturb
-    return perturb
-
-
-_PERTURB: dict[str, Callable[[Any], Perturb]] = {
-    "apgd-ce": _apgd_ce,
-    "apgd-t": _apgd_t,
-    "fab": _fab,
-    "fab-t": _fab_t,
-    "square": _square,
-}
 
 
 def _pictures(images: Tensor) -> Tensor:

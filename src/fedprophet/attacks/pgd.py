@@ -6,19 +6,16 @@ objective returns one number to be raised; the network behind it must be in eval
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fedprophet.attacks.attack import Logits, Outcome
-from fedprophet.threat import Norm, ThreatModel
-
-Objective = Callable[[Tensor], Tensor]
+from fedprophet.threat import ThreatModel
 
 _TINY = 1e-12
-"""Keeps a zero gradient from dividing by zero; it changes no other one."""
+"""Keeps a zero gradient from dividing by zero; it changes no other gradient."""
 
 
 def _per_sample_norm(x: Tensor) -> Tensor:
@@ -27,71 +24,50 @@ def _per_sample_norm(x: Tensor) -> Tensor:
     return norms
 
 
-def _like(clean: Tensor, generator: torch.Generator) -> Tensor:
-    """Return memory for a draw, where the generator is: a draw is the same wherever, and in what layout, it is used."""
-    return torch.empty_like(clean, device=generator.device, memory_format=torch.contiguous_format)
-
-
-def _beside(clean: Tensor, draw: Tensor) -> Tensor:
-    """Return a draw on the device and in the layout of what it is added to."""
-    return draw.to(clean.device) if clean.is_contiguous() else torch.empty_like(clean).copy_(draw)
+def _draw(clean: Tensor, generator: torch.Generator, fill: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return random numbers to add to `clean`, the same on any device and in any memory format."""
+    drawn = fill(torch.empty_like(clean, device=generator.device, memory_format=torch.contiguous_format))
+    return drawn.to(clean.device) if clean.is_contiguous() else torch.empty_like(clean).copy_(drawn)
 
 
 def _linf_start(clean: Tensor, radius: float, generator: torch.Generator) -> Tensor:
-    return _beside(clean, _like(clean, generator).uniform_(-radius, radius, generator=generator))
+    return _draw(clean, generator, lambda memory: memory.uniform_(-radius, radius, generator=generator))
 
 
-def _linf_ascend(delta: Tensor, gradient: Tensor, step: float) -> Tensor:
-    return delta + step * gradient.sign()
-
-
-def _linf_project(delta: Tensor, radius: float) -> Tensor:
-    return delta.clamp(-radius, radius)
+def _linf_step(delta: Tensor, gradient: Tensor, threat: ThreatModel) -> Tensor:
+    return (delta + threat.step * gradient.sign()).clamp(-threat.radius, threat.radius)
 
 
 def _l2_start(clean: Tensor, radius: float, generator: torch.Generator) -> Tensor:
-    direction = _beside(clean, _like(clean, generator).normal_(generator=generator))
+    direction = _draw(clean, generator, lambda memory: memory.normal_(generator=generator))
     share = torch.rand(len(clean), *[1] * (clean.dim() - 1), generator=generator, device=generator.device)
-    share = share.to(clean.device)
-    return direction / (_per_sample_norm(direction) + _TINY) * radius * share
+    return direction / (_per_sample_norm(direction) + _TINY) * radius * share.to(clean.device)
 
 
-def _l2_ascend(delta: Tensor, gradient: Tensor, step: float) -> Tensor:
-    return delta + step * gradient / (_per_sample_norm(gradient) + _TINY)
+def _l2_step(delta: Tensor, gradient: Tensor, threat: ThreatModel) -> Tensor:
+    delta = delta + threat.step * gradient / (_per_sample_norm(gradient) + _TINY)
+    return delta * (threat.radius / (_per_sample_norm(delta) + _TINY)).clamp(max=1.0)
 
 
-def _l2_project(delta: Tensor, radius: float) -> Tensor:
-    return delta * (radius / (_per_sample_norm(delta) + _TINY)).clamp(max=1.0)
+STARTS = {"linf": _linf_start, "l2": _l2_start}
+"""Random points of the ball, as differences from clean inputs."""
+STEPS = {"linf": _linf_step, "l2": _l2_step}
+"""Steps up the gradient and back into the ball."""
 
 
-@dataclass(frozen=True)
-class Ball:
-    """How one norm starts at random, climbs a gradient, and projects back."""
-
-    start: Callable[[Tensor, float, torch.Generator], Tensor]
-    ascend: Callable[[Tensor, Tensor, float], Tensor]
-    project: Callable[[Tensor, float], Tensor]
-
-
-BALLS: dict[Norm, Ball] = {
-    "linf": Ball(_linf_start, _linf_ascend, _linf_project),
-    "l2": Ball(_l2_start, _l2_ascend, _l2_project),
-}
-
-
-def pgd(objective: Objective, clean: Tensor, threat: ThreatModel, generator: torch.Generator) -> Tensor:
+def pgd(
+    objective: Callable[[Tensor], Tensor], clean: Tensor, threat: ThreatModel, generator: torch.Generator
+) -> Tensor:
     """Return `clean` perturbed within the threat model so that the objective is high."""
     clean = clean.detach()
     if threat.harmless or clean.numel() == 0:
         return clean.clone()
-    ball = BALLS[threat.norm]
-    perturbed = _into_range(clean + ball.start(clean, threat.radius, generator), threat)
+    perturbed = _into_range(clean + STARTS[threat.norm](clean, threat.radius, generator), threat)
     for _ in range(threat.steps):
         perturbed.requires_grad_()
         (gradient,) = torch.autograd.grad(objective(perturbed), perturbed)
         with torch.no_grad():
-            delta = ball.project(ball.ascend(perturbed - clean, gradient, threat.step), threat.radius)
-            perturbed = _into_range(clean + delta, threat)
+            perturbed = _into_range(clean + STEPS[threat.norm](perturbed - clean, gradient, threat), threat)
     return perturbed.detach()
 
 
@@ -109,6 +85,4 @@ def pgd_attack(logits: Logits, images: Tensor, labels: Tensor, threat: ThreatMod
 
 def _into_range(x: Tensor, threat: ThreatModel) -> Tensor:
     low, high = threat.bounds
-    if math.isinf(low) and math.isinf(high):
-        return x
-    return x.clamp(None if math.isinf(low) else low, None if math.isinf(high) else high)
+    return x if math.isinf(low) and math.isinf(high) else x.clamp(low, high)

@@ -13,10 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any
 
 from fedprophet import machine
 from fedprophet.bench.report import Document, processor_line, range_text, source_line, spread, versions_line
@@ -33,7 +30,7 @@ from fedprophet.fleet.population import Population
 from fedprophet.messages.answers import Answer, Evaluated, Measured, Trained
 from fedprophet.messages.tasks import Measure, Task, Train
 from fedprophet.messages.values import BACKBONE
-from fedprophet.methods import find_method
+from fedprophet.methods import METHODS
 from fedprophet.runs.checkpoint import Checkpoints
 from fedprophet.runs.export import average_local
 from fedprophet.runs.journal import Journal
@@ -53,8 +50,6 @@ UNTIMED = 2
 """Rounds before the timed ones."""
 
 Watch = Callable[[str], None]
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -91,7 +86,7 @@ class Phases:
 
     @contextmanager
     def of(self, phase: str) -> Iterator[None]:
-        """Add the block's seconds to a phase."""
+        """Add the seconds of a block, or of the calls of a function that this decorates, to a phase."""
         began, outside = time.perf_counter(), self._within
         self._within = 0.0
         try:
@@ -101,30 +96,13 @@ class Phases:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + spent - self._within
             self._within = outside + spent
 
-    def timed(self, phase: str, function: Callable[P, T]) -> Callable[P, T]:
-        """Return a function whose seconds are added to a phase."""
 
-        def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            with self.of(phase):
-                return function(*args, **kwargs)
-
-        return call
-
-
-@dataclass(frozen=True)
-class TimedRoster:
+class TimedPool:
     """A population that times its draws."""
 
-    population: Population
-    phases: Phases
-
-    def draw(self, round: int, count: int, seed: int, purpose: str) -> tuple[int, ...]:
-        with self.phases.of(DRAWING):
-            return self.population.draw(round, count, seed, purpose)
-
-    @property
-    def eligible(self) -> npt.NDArray[np.int64]:
-        return self.population.eligible
+    def __init__(self, population: Population, phases: Phases) -> None:
+        self.draw = phases.of(DRAWING)(population.draw)
+        self.eligible = population.eligible
 
 
 class TimedStore(ClientStore):
@@ -133,7 +111,7 @@ class TimedStore(ClientStore):
     def __init__(self, directory: Path, memory_limit: int, phases: Phases) -> None:
         super().__init__(directory, memory_limit)
         for name in ("get", "put", "flush"):
-            setattr(self, name, phases.timed(LAYERS, getattr(self, name)))
+            setattr(self, name, phases.of(LAYERS)(getattr(self, name)))
 
 
 class InstantEngine:
@@ -148,7 +126,6 @@ class InstantEngine:
         self._phases = phases
 
     def map(self, tasks: Iterable[Task]) -> Iterator[Answer]:
-        """Answer every task."""
         for task in tasks:
             with self._phases.of(ASKING):
                 update = next(self._plain.map([task])) if task.kind == "report" else self._answer(task)
@@ -222,13 +199,13 @@ def _shared_out(sizes: Sizes, clients: int, seed: int) -> Dataset:
 
 def _instant(session: Session, folder: Path, phases: Phases) -> Session:
     """Return the session with timed draws, little memory for layers, and an engine that answers at once."""
-    world = replace(session.world, pool=TimedRoster(session.population, phases))
+    world = replace(session.world, pool=TimedPool(session.population, phases))
     layers = TimedStore(folder, STORE_MEMORY, phases)
     workspace = Workspace(
         world.chain, session.dataset.shape, session.dataset.classes, world.frozen, layers, session.features
     )
     plain = PlainEngine(session.population, {BACKBONE: workspace}, session.budget)
-    method = find_method(session.config.method).method(world)
+    method = METHODS[session.config.method].method(world)
     engine = InstantEngine(plain, workspace, phases)
     return replace(session, world=world, layers=layers, method=method, engine=engine)
 
@@ -280,7 +257,6 @@ def growth_document(settings: GrowthSettings, about: Document, rows: Sequence[Do
 
 
 def growth_page(found: Document) -> Page:
-    """Return the page of a measurement."""
     settings, rows = found["settings"], found["measurements"]
     images = f"{settings['samples_per_client']} random images per client"
     return Page(
@@ -330,7 +306,6 @@ def _seconds(seconds: float) -> str:
 
 
 def _notes(limit: str) -> Iterator[str]:
-    """Yield what a reader must know about the tables."""
     yield (
         "Clients answer at once with what they were sent, so this is the cost of a round besides training. Asking "
         "clients: drawing each device's available resources and finding its samples. Their layers: reading them and "

@@ -1,12 +1,13 @@
 """What was measured, as JSON and as a page of tables."""
 
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 from fedprophet.bench import count
-from fedprophet.bench.rounds import CUDA, EVALUATION, PARTS, PLAIN_SIDES, TRAINING, WARMUP, CaseResult, Sample, Settings
+from fedprophet.bench.rounds import CUDA, EVALUATION, PARTS, PLAIN_SIDES, TRAINING, WARMUP, CaseResult, RoundsSettings
 from fedprophet.config.config import Config
 from fedprophet.display.numbers import counted, digits, factor, percent
 from fedprophet.display.tables import Column, Page, Table
@@ -21,7 +22,9 @@ Document = dict[str, Any]
 # JSON ----------------------------------------------------------------------------------------------------------------
 
 
-def document(settings: Settings, about: Document, products: Mapping[str, Any], found: Sequence[CaseResult]) -> Document:
+def document(
+    settings: RoundsSettings, about: Document, products: Mapping[str, Any], found: Sequence[CaseResult]
+) -> Document:
     """Return everything that was measured, and the machine and settings it was measured with."""
     rows = [row for measured in found for row in _rows(measured, found, products["flops"])]
     configs = {method: settings.config(method) for method in settings.methods}
@@ -46,8 +49,7 @@ def document(settings: Settings, about: Document, products: Mapping[str, Any], f
     }
 
 
-def _engine(settings: Settings, engine: str) -> Document:
-    """Return an engine's precision and number of cores."""
+def _engine(settings: RoundsSettings, engine: str) -> Document:
     config = settings.measured(settings.methods[0], engine)
     return {"precision": config.precision if engine == CUDA else FLOAT32, "cores": cores(config)}
 
@@ -56,18 +58,18 @@ def _rows(measured: CaseResult, found: Sequence[CaseResult], product: float) -> 
     """Yield a row for each part of a case on an engine."""
     for part in PARTS:
         row = {**_where(measured), "part": part, "failure": measured.failure}
-        samples = measured.parts.get(part, [])
-        if samples:
-            rate = statistics.median(sample.flops / sample.seconds for sample in samples)
+        timings = measured.parts.get(part, [])
+        if timings:
+            rate = statistics.median(timing.flops / timing.seconds for timing in timings)
             row |= {
-                "rounds": len(samples),
-                "tasks": samples[0].tasks,
-                **spread([sample.seconds for sample in samples]),
-                "flop": statistics.median(sample.flops for sample in samples),
+                "rounds": len(timings),
+                "tasks": timings[0].tasks,
+                **spread([timing.seconds for timing in timings]),
+                "flop": statistics.median(timing.flops for timing in timings),
                 "flop_per_s": rate,
                 "of_product": rate / product,
-                "peak_bytes": max(sample.peak_bytes for sample in samples),
-                "first_s": max(sample.first for sample in samples),
+                "peak_bytes": max(timing.peak_bytes for timing in timings),
+                "first_s": max(timing.first for timing in timings),
                 "speedup": _speedup(measured, part, found),
             }
         yield row
@@ -99,14 +101,12 @@ def _speedup(measured: CaseResult, part: str, found: Sequence[CaseResult]) -> fl
 
 
 def _rounds(measured: CaseResult) -> Document:
-    """Return every round of a case on an engine."""
-    parts = {part: [_sample(sample) for sample in samples] for part, samples in measured.parts.items()}
-    return {**_where(measured), "server_s": measured.server, "assigned": measured.assigned, **parts}
-
-
-def _sample(sample: Sample) -> Document:
     renamed = {"flops": "flop", "first": "first_s"}
-    return {renamed.get(name, name): value for name, value in asdict(sample).items()}
+    parts = {
+        part: [{renamed.get(name, name): value for name, value in asdict(timing).items()} for timing in timings]
+        for part, timings in measured.parts.items()
+    }
+    return {**_where(measured), "server_s": measured.server, "assigned": measured.assigned, **parts}
 
 
 def mean_rounds(rows: Sequence[Document]) -> list[Document]:
@@ -165,14 +165,13 @@ def _projection(config: Config, sides: Sequence[CaseResult]) -> Document:
 
 
 def rounds_page(found: Document) -> Page:
-    """Return the page of a measurement."""
     return Page("Rounds", tuple(_tables(found)), lines=tuple(_headline(found)), notes=tuple(_notes(found)))
 
 
 def _headline(found: Document) -> Iterator[str]:
     """Yield the machine, versions, precision and what was measured."""
     about, settings, product = found["machine"], found["settings"], found["product"]
-    unit = unit_of(product["flops"])
+    unit, written = unit_of(product["flops"])
     gpu = f"{about['gpu']} ({format_size(about['gpu_memory_bytes'])}), " if about["gpu"] else ""
     yield gpu + processor_line(about)
     yield versions_line(about)
@@ -180,16 +179,14 @@ def _headline(found: Document) -> Iterator[str]:
     engines = ", ".join(_engine_text(engine, about["gpu"], **how) for engine, how in settings["engines"].items())
     yield f"engines: {engines}{_tf32(about)}"
     side = product["side"]
-    yield f"matrix product of {side}×{side} in {product['type']}: {unit.of(product['flops'])} {unit.name}"
+    yield f"matrix product of {side}×{side} in {product['type']}: {written(product['flops'])} {unit}"
 
 
 def processor_line(about: Document) -> str:
-    """Return the processor, and how busy it was."""
     return f"{about['processor']}, {about['cores']} cores, load {about['load']} before and {about['load_after']} after"
 
 
 def versions_line(about: Document) -> str:
-    """Return the versions and the date."""
     names = {"Python": "python", "torch": "torch", "CUDA": "cuda", "Triton": "triton", "fedprophet": "fedprophet"}
     return ", ".join([*(f"{name} {about[key]}" for name, key in names.items() if about[key]), about["date"]])
 
@@ -211,36 +208,31 @@ def _tf32(about: Document) -> str:
     return f" (float32 {kinds} in TF32, as torch is set)" if kinds else " (no TF32)"
 
 
-CASE = (Column("case"), Column("engine"))
-METHOD = (Column("method"), Column("engine"))
-
-
 def _tables(found: Document) -> Iterator[Table]:
     """Yield a table for each part, the means, and the projection if there is one."""
-    unit = unit_of(found["product"]["flops"])
+    unit, written = unit_of(found["product"]["flops"])
     columns = (
-        *CASE,
+        Column("case"),
+        Column("engine"),
         Column("seconds"),
         Column("range"),
-        Column(unit.name, form=unit.of),
+        Column(unit, form=written),
         Column("of product", form=percent),
         Column("memory", form=format_size),
         Column("speed-up", form=factor),
     )
+    method = (Column("method"), Column("engine"))
     for part in PARTS:
         rows = tuple(_line(row) for row in found["measurements"] if row["part"] == part)
         yield Table(f"{part.capitalize()}, seconds per round", columns, rows, labels=2)
     means = tuple(_mean_lines(found["mean_round"]))
-    yield Table("Mean over a method's cases, seconds per round", (*METHOD, *map(Column, PARTS)), means, labels=2)
+    yield Table("Mean over a method's cases, seconds per round", (*method, *map(Column, PARTS)), means, labels=2)
     if found["projection"]:
-        spans = [Column(part, form=_clock) for part in ("training", "evaluation", "server", "together")]
+        times = ("training", "evaluation", "server", "together")
+        spans = [Column(part, form=partial(clock, with_hours=True)) for part in times]
         title = "Projection of a whole run, if every stage has all its rounds, hours:minutes:seconds"
         rows = tuple(_projection_line(row) for row in found["projection"])
-        yield Table(title, (*METHOD, Column("stages × rounds"), *spans), rows, labels=2)
-
-
-def _clock(seconds: float) -> str:
-    return clock(seconds, with_hours=True)
+        yield Table(title, (*method, Column("stages × rounds"), *spans), rows, labels=2)
 
 
 def case_name(row: Document) -> str:
@@ -288,7 +280,6 @@ _TWO_PLAIN = (
 
 
 def _notes(found: Document) -> Iterator[str]:
-    """Yield what a reader must know about the tables."""
     loops = _TWO_PLAIN if set(PLAIN_SIDES) <= set(found["settings"]["engines"]) else ""
     repeat = found["settings"]["repeat"]
     rounds = "of one round" if repeat == 1 else f"medians over up to {repeat} rounds with different cohorts"
@@ -308,16 +299,7 @@ def _notes(found: Document) -> Iterator[str]:
     yield from (f"{case} on {engine}: {failure}" for case, engine, failure in failed)
 
 
-class Unit(NamedTuple):
-    """A unit of speed."""
-
-    name: str
-    flops: float
-
-    def of(self, flops: float) -> str:
-        return digits(flops / self.flops)
-
-
-def unit_of(product: float) -> Unit:
-    """Return the unit in which a machine's matrix products have a digit before the point."""
-    return Unit("TFLOP/s", 1e12) if product >= 1e12 else Unit("GFLOP/s", 1e9)
+def unit_of(product: float) -> tuple[str, Callable[[float], str]]:
+    """Return the unit in which a machine's matrix products have a digit before the point, and how to write FLOP/s."""
+    name, flops = ("TFLOP/s", 1e12) if product >= 1e12 else ("GFLOP/s", 1e9)
+    return name, lambda rate: digits(rate / flops)

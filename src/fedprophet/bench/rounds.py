@@ -8,6 +8,7 @@ features of frozen modules, which a run pays for once per stage, are not counted
 import gc
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,15 +21,15 @@ from fedprophet.cascade.cost import ChainCost
 from fedprophet.config.config import Config
 from fedprophet.config.load import load_config
 from fedprophet.data.dataset import Dataset
-from fedprophet.engines import ENGINES
-from fedprophet.errors import ConfigError, unknown
+from fedprophet.errors import ConfigError
 from fedprophet.messages.answers import Answer, Evaluated, Trained
 from fedprophet.messages.tasks import Evaluate, Task, Train
-from fedprophet.methods.fedprophet import CascadeState, FedProphet, Fixed, PerturbationSettings
+from fedprophet.methods.fedprophet import Fixed
 from fedprophet.methods.world import named
 from fedprophet.runs.session import Session, assemble
 from fedprophet.server.coordinator import Engine, play_round
-from fedprophet.server.perturbation import Perturbation
+from fedprophet.server.perturbation import Perturbation, PerturbationSettings
+from fedprophet.threads import torch_threads
 
 PLAIN, WORKERS, CUDA = "plain", "workers", "cuda"
 ONE_THREAD = "plain-1"
@@ -37,19 +38,19 @@ PLAIN_SIDES = (PLAIN, ONE_THREAD)
 TRAINING, WARMUP, EVALUATION = "training", "warm-up training", "evaluation"
 PARTS = (TRAINING, WARMUP, EVALUATION)
 """What is timed: training under attack, training without attack (the first rounds of a stage), and evaluation."""
-METHODS = ("jfat", "fedprophet")
+MEASURED_METHODS = ("jfat", "fedprophet")
 
 Watch = Callable[[str], None]
 """Called with what is being measured."""
 
 
 @dataclass(frozen=True)
-class Settings:
+class RoundsSettings:
     """What is measured: `stages` count from 0 (None: all), no round starts after `limit` seconds of a case."""
 
     preset: str
     overrides: tuple[str, ...] = ()
-    methods: tuple[str, ...] = METHODS
+    methods: tuple[str, ...] = MEASURED_METHODS
     stages: tuple[int, ...] | None = None
     repeat: int = 3
     limit: float = 20.0
@@ -87,7 +88,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Sample:
+class Timing:
     """One part of one round. `first`: the seconds of the untimed work before, all of it or (plain) some."""
 
     round: int
@@ -100,7 +101,7 @@ class Sample:
 
 @dataclass
 class CaseResult:
-    """A case on an engine: the samples of each part, and the server's own seconds in each round.
+    """A case on an engine: the timings of each part, and the server's own seconds in each round.
 
     `stages` is the number of stages of the method.
     """
@@ -108,16 +109,14 @@ class CaseResult:
     case: Case
     engine: str
     stages: int = 0
-    parts: dict[str, list[Sample]] = field(default_factory=dict)
+    parts: dict[str, list[Timing]] = field(default_factory=dict)
     server: list[float] = field(default_factory=list)
     assigned: list[Mapping[str, int]] = field(default_factory=list)
     failure: str | None = None
 
 
-def fast_engine() -> str | None:
-    """Return the fast engine of this machine; None if there is none."""
-    name = CUDA if machine.has_gpu() else WORKERS
-    return name if name in ENGINES else None
+def fast_engine() -> str:
+    return CUDA if machine.has_gpu() else WORKERS
 
 
 def plain_sides(overrides: Sequence[str]) -> tuple[str, ...]:
@@ -126,14 +125,7 @@ def plain_sides(overrides: Sequence[str]) -> tuple[str, ...]:
     return (PLAIN,) if chosen or machine.has_gpu() or torch.get_num_threads() == 1 else PLAIN_SIDES
 
 
-def check_engine(name: str) -> str:
-    """Return the name of an engine; raise ConfigError if it is unknown."""
-    if name not in ENGINES:
-        raise ConfigError(f"--engine: {unknown('engine', name, ENGINES)}")
-    return name
-
-
-def dataset_of(settings: Settings) -> Dataset | None:
+def dataset_of(settings: RoundsSettings) -> Dataset | None:
     """Return random images of the preset's shape; None if the preset's own data is used."""
     if settings.real_data:
         return None
@@ -141,8 +133,7 @@ def dataset_of(settings: Settings) -> Dataset | None:
     return synthetic(sizes_of(config.data), config.seed)
 
 
-def cases_of(settings: Settings, dataset: Dataset | None) -> tuple[Case, ...]:
-    """Return what is measured, in order."""
+def cases_of(settings: RoundsSettings, dataset: Dataset | None) -> tuple[Case, ...]:
     cases: list[Case] = []
     for method in settings.methods:
         if method != "fedprophet":
@@ -158,7 +149,7 @@ def cases_of(settings: Settings, dataset: Dataset | None) -> tuple[Case, ...]:
 
 
 def measure(
-    settings: Settings,
+    settings: RoundsSettings,
     cases: Sequence[Case],
     dataset: Dataset | None,
     watch: Watch,
@@ -172,8 +163,11 @@ def measure(
     try:
         for case, engine in itertools.product(cases, settings.engines):
             watch(f"{case}, {engine}")
-            with machine.threads(torch.get_num_threads()):  # an engine may change them
+            with torch_threads():  # an engine may change them
                 found.append(_measure_case(settings, case, engine, dataset, watch))
+            gc.collect()  # the memory of this case must not count for the next one
+            if machine.has_gpu():
+                torch.cuda.empty_cache()
             done(found)
     except KeyboardInterrupt:
         if not found:
@@ -181,34 +175,25 @@ def measure(
     return found
 
 
-def _measure_case(settings: Settings, case: Case, engine: str, dataset: Dataset | None, watch: Watch) -> CaseResult:
+def _measure_case(
+    settings: RoundsSettings, case: Case, engine: str, dataset: Dataset | None, watch: Watch
+) -> CaseResult:
     measured = CaseResult(case, engine)
     try:
-        _play(settings, measured, dataset, watch)
+        with closing(assemble(settings.measured(case.method, engine), dataset=dataset)) as session:
+            _play(session, settings, measured, watch)
     except (torch.OutOfMemoryError, MemoryError) as error:
         measured.failure = f"out of memory: {(str(error) or 'an allocation failed').splitlines()[0]}"
-    # The memory of this case must not count for the next one.
-    gc.collect()
-    if machine.has_gpu():
-        torch.cuda.empty_cache()
     return measured
 
 
-def _play(settings: Settings, measured: CaseResult, dataset: Dataset | None, watch: Watch) -> None:
-    session = assemble(settings.measured(measured.case.method, measured.engine), dataset=dataset)
-    measured.stages = len(session.world.modules)
-    try:
-        if measured.engine in PLAIN_SIDES and machine.has_gpu():
-            # The plain loop runs on the device of the model.
-            for part in (session.world.chain.model, session.normalize):
-                part.to("cuda")
-        _play_rounds(session, settings, measured, watch)
-    finally:
-        session.close()
-
-
-def _play_rounds(session: Session, settings: Settings, measured: CaseResult, watch: Watch) -> None:
+def _play(session: Session, settings: RoundsSettings, measured: CaseResult, watch: Watch) -> None:
     """Play the rounds, or as many as the limit allows."""
+    measured.stages = len(session.world.modules)
+    if measured.engine in PLAIN_SIDES and machine.has_gpu():
+        # The plain loop runs on the device of the model.
+        for network in (session.world.chain.model, session.normalize):
+            network.to("cuda")
     state = start_of(session, measured.case)
     end = machine.now() + settings.limit
     for number in range(settings.repeat):
@@ -218,8 +203,8 @@ def _play_rounds(session: Session, settings: Settings, measured: CaseResult, wat
         # Every round starts from the same state: otherwise a stage might end, and weights could drift.
         _, record = play_round(session.method.round(replace(state, round=number)), stopwatch)
         measured.server.append(machine.now() - began - stopwatch.spent)
-        for part, sample in stopwatch.samples.items():
-            measured.parts.setdefault(part, []).append(sample)
+        for part, timing in stopwatch.timings.items():
+            measured.parts.setdefault(part, []).append(timing)
         if "assigned" in record:
             measured.assigned.append(record["assigned"])
         if machine.now() > end:
@@ -227,24 +212,15 @@ def _play_rounds(session: Session, settings: Settings, measured: CaseResult, wat
 
 
 def start_of(session: Session, case: Case) -> Any:
-    """Return a method's first state; for a cascade, the state at the start of the case's stage."""
-    state = session.method.initial()
-    return state if case.stage is None else at_stage(session, state, case.stage)
-
-
-def at_stage(session: Session, state: CascadeState, stage: int) -> CascadeState:
-    """Return the state with all modules before a stage fixed as they are."""
-    assert isinstance(session.method, FedProphet)
-    world = session.world
+    """Return a method's first state; for a cascade, the case's stage, with all modules before it fixed as they are."""
+    state, world = session.method.initial(), session.world
+    if not case.stage:
+        return state
+    shared = (named(state.model, world.chain.shared(m.first, m.last)) for m in world.modules[: case.stage])
+    fixed = tuple(Fixed(0, 1.0, 1.0, 1.0, 1.0, world.frozen.add(tensors)) for tensors in shared)
     alpha = world.config.of(PerturbationSettings).start
-    fixed = tuple(
-        Fixed(
-            0, 1.0, 1.0, 1.0, 1.0, world.frozen.add(named(state.model, world.chain.shared(module.first, module.last)))
-        )
-        for module in world.modules[:stage]
-    )
-    perturbation = Perturbation(magnitude=1.0, reference=1.0, alpha=alpha) if stage else None
-    return replace(state, stage=stage, fixed=fixed, perturbation=perturbation)
+    perturbation = Perturbation(magnitude=1.0, reference=1.0, alpha=alpha)
+    return replace(state, stage=case.stage, fixed=fixed, perturbation=perturbation)
 
 
 class Stopwatch:
@@ -258,7 +234,7 @@ class Stopwatch:
         self._engine = engine
         self._cost = cost
         self._short = short
-        self.samples: dict[str, Sample] = {}
+        self.timings: dict[str, Timing] = {}
         self.spent = 0.0
 
     def map(self, tasks: Iterable[Task]) -> Iterator[Answer]:
@@ -284,14 +260,10 @@ class Stopwatch:
         began = machine.now()
         answers = list(self._engine.map(tasks))
         seconds = machine.now() - began
-        samples = {
-            (answer.client, answer.number): answer.samples
-            for answer in answers
-            if isinstance(answer, Trained | Evaluated)
-        }
-        flops = sum(task_flops(self._cost, task, samples[task.client, task.number]) for task in tasks)
+        done = {(a.client, a.number): a.samples for a in answers if isinstance(a, Trained | Evaluated)}
+        flops = sum(task_flops(self._cost, task, done[task.client, task.number]) for task in tasks)
         peak = machine.peak_bytes(workers)
-        self.samples[part] = Sample(tasks[0].round, len(tasks), seconds, flops, peak, began - first)
+        self.timings[part] = Timing(tasks[0].round, len(tasks), seconds, flops, peak, began - first)
         return answers
 
 

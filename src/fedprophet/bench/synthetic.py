@@ -36,22 +36,17 @@ class SyntheticExamples:
     """Labelled images out of a pool of random ones, the classes in turn."""
 
     def __init__(self, sizes: Sizes, length: int, pool: Tensor) -> None:
-        self._labels = torch.arange(length) % sizes.classes
+        self.labels = torch.arange(length) % sizes.classes
         self._pool = pool
 
-    @property
-    def labels(self) -> Tensor:
-        return self._labels
-
     def __len__(self) -> int:
-        return len(self._labels)
+        return len(self.labels)
 
     def fetch(self, indices: Tensor) -> Tensor:
         return self._pool[indices % len(self._pool)].to(torch.float32).div_(255)
 
 
 def sizes_of(data: DataSettings) -> Sizes:
-    """Return the sizes of a configuration's dataset."""
     if data.name not in SIZES:
         raise ConfigError(
             f"data.name = {data.name!r}: random images can only replace {', '.join(SIZES)}. "
@@ -63,7 +58,6 @@ def sizes_of(data: DataSettings) -> Sizes:
 
 
 def synthetic(sizes: Sizes, seed: int) -> Dataset:
-    """Return a dataset of random images."""
     count = max(2, min(sizes.train, POOL_BYTES // torch.Size(sizes.shape).numel()))
     draw = generator(seed, "synthetic images")
     pool = torch.randint(0, 256, (count, *sizes.shape), dtype=torch.uint8, generator=draw)

@@ -6,7 +6,7 @@ state-dict names stay those of the model. `chain_of` finds the atoms; `explicit_
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -172,11 +172,9 @@ class Chain:
         """Return a batch as this chain reads it: on its device. A plan may ask for another memory format."""
         return x.to(self.device)
 
-    @contextmanager
-    def still(self, first: int, last: int | None) -> Iterator[None]:
+    def still(self, first: int, last: int | None) -> AbstractContextManager[None]:
         """Set atoms to evaluation mode within a `with` block in which no parameter changes."""
-        with self.mode(first, last, training=False):
-            yield
+        return self.mode(first, last, training=False)
 
     def _range(self, first: int, last: int | None) -> slice:
         end = len(self.atoms) if last is None else last
@@ -273,14 +271,10 @@ def _chain(model: nn.Module, atoms: Sequence[Atom], used: Sequence[Set[int]], no
         owner = owners[0] if owners else len(parts) - 1
         is_shared = isinstance(tensor, nn.Parameter) and name not in statistics
         (shared if is_shared else local)[owner].append(name)
-    _mark_reused(parts)
-    return Chain(model, tuple(parts), tuple(map(tuple, shared)), tuple(map(tuple, local)))
-
-
-def _mark_reused(atoms: Sequence[Atom]) -> None:
-    counts = Counter(module for atom in atoms for module in atom.modules())
-    for atom in atoms:
+    counts = Counter(module for atom in parts for module in atom.modules())
+    for atom in parts:
         atom.reused = tuple(module for module in atom.modules() if counts[module] > 1)
+    return Chain(model, tuple(parts), tuple(map(tuple, shared)), tuple(map(tuple, local)))
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:

@@ -21,18 +21,18 @@ from torch.fx import Node
 
 from fedprophet.cascade import operations
 from fedprophet.cascade.cut import has_matrix
-from fedprophet.cascade.trace import Traced, public_name, trace
+from fedprophet.cascade.trace import Traced, public_name, trace, without_data
 from fedprophet.errors import ConfigError, ModelError
 
 REMEDY = (
     "Methods that train narrow sub-networks need plain convolutions, linear layers, batch norms, activations, pools "
-    "and sums: change that place, or use a method that does not cut channels"
+    "and sums: change that code, or use a method that does not cut channels"
 )
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
 Kept = Mapping[str, Tensor]
 """For each group the channels that a sub-network keeps: sorted indices into the full ones."""
-Rule = Callable[[int, int], Tensor]
+ChannelChoice = Callable[[int, int], Tensor]
 """Chooses `count` of `width` channels."""
 
 
@@ -41,7 +41,7 @@ class ChannelAxis(NamedTuple):
 
     axis: int
     group: str
-    repeat: int
+    repeat: int = 1
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,12 @@ def kept_count(r: float, width: int) -> int:
     return max(1, math.floor(r * width))
 
 
-def kept_channels(channels: Channels, r: float, rule: Rule) -> dict[str, Tensor]:
-    """Choose the channels of a sub-network of width fraction `r`; `rule` is asked group by group, in the model's order.
+def kept_channels(channels: Channels, r: float, choose: ChannelChoice) -> dict[str, Tensor]:
+    """Choose the channels of a sub-network of width fraction `r`; `choose` is called for each group in turn.
 
-    A rule with a setting is bound first: `partial(rolling_channels, start=round)`.
+    A choice with a setting is bound first: `partial(rolling_channels, start=round)`.
     """
-    return {group: rule(width, kept_count(r, width)) for group, width in channels.groups.items()}
+    return {group: choose(width, kept_count(r, width)) for group, width in channels.groups.items()}
 
 
 def channels_of(model: nn.Module, input_shape: tuple[int, ...]) -> Channels:
@@ -102,65 +102,46 @@ def channels_of(model: nn.Module, input_shape: tuple[int, ...]) -> Channels:
     return train
 
 
-class _Flow(NamedTuple):
-    """Where the channels of a value lie. A value without a flow holds nothing that is cut."""
-
-    axis: int
-    group: str
-    repeat: int = 1
-
-
 class _Groups:
-    """Groups of channels, some of which turn out to be one (union-find), and those that are never cut."""
+    """Groups of channels, some of which turn out to be one."""
 
     def __init__(self) -> None:
-        self._parents: dict[str, str] = {}
+        self.roots: dict[str, str] = {}
+        """The group that each one is part of by now, in the order they were made."""
+        self.fixed: set[str] = set()
+        """Groups that are never cut."""
         self._widths: dict[str, int] = {}
-        self._fixed: set[str] = set()
 
     def add(self, name: str, width: int) -> None:
         """Make a group; a layer that is called again has it already."""
-        self._parents.setdefault(name, name)
+        self.roots.setdefault(name, name)
         self._widths[name] = width
-
-    def root(self, name: str) -> str:
-        while self._parents[name] != name:
-            name = self._parents[name]
-        return name
 
     def join(self, one: str, other: str) -> None:
         """Make two groups one, under the name of the first of them to be made."""
-        order = list(self._parents)
-        first, second = sorted((self.root(one), self.root(other)), key=order.index)
-        self._parents[second] = first
-        if second in self._fixed:
-            self._fixed.add(first)
-
-    def fix(self, name: str) -> None:
-        self._fixed.add(self.root(name))
-
-    def is_fixed(self, name: str) -> bool:
-        return self.root(name) in self._fixed
+        first, second = sorted((self.roots[one], self.roots[other]), key=list(self.roots).index)
+        self.roots = {name: first if root == second else root for name, root in self.roots.items()}
 
     def cut(self) -> dict[str, int]:
         """Return the groups that can be cut, in the order they were made."""
-        return {
-            name: self._widths[name] for name in self._parents if self.root(name) == name and name not in self._fixed
-        }
+        whole = {self.roots[name] for name in self.fixed}
+        return {root: self._widths[root] for root in dict.fromkeys(self.roots.values()) if root not in whole}
 
 
 class _Follower:
-    """Follows channels from operation to operation. `shapes` has no entry for a value that is not one tensor."""
+    """Follows channels from operation to operation. `shapes` has no entry for a value that is not one tensor, `flows`
+    none for a value that holds nothing that is cut.
+    """
 
     def __init__(self, model: nn.Module, traced: Traced, shapes: Mapping[Node, tuple[int, ...]]) -> None:
         self.model = model
         self.traced = traced
         self.shapes = shapes
         self.groups = _Groups()
-        self.flows: dict[Node, _Flow] = {}
+        self.flows: dict[Node, ChannelAxis] = {}
         self.constants: dict[Node, bool] = {}
         """The values that do not depend on the input, and whether a parameter is among what they are made of."""
-        self.axes: dict[int, dict[int, _Flow]] = {}
+        self.axes: dict[int, dict[int, ChannelAxis]] = {}
         """By the identity of a tensor of the model, so that tied ones are cut alike, and its axis."""
         self.whole: list[tuple[str, Node, str]] = []
         """Groups that may not be cut, where, and why: that they are not is known only at the end."""
@@ -171,15 +152,16 @@ class _Follower:
                 self.flows[node] = flow
             self._note_constant(node)
         if (outputs := self.flows.get(self.traced.output)) is not None:
-            self.groups.fix(outputs.group)
-        for group, node, reason in self.whole:
-            if not self.groups.is_fixed(group):
-                raise self.error(node, reason)
+            self.groups.fixed.add(outputs.group)
         cut = self.groups.cut()
+        for group, node, reason in self.whole:
+            if self.groups.roots[group] in cut:
+                raise self.error(node, reason)
         axes = {}
         for name, tensor in self.model.state_dict(keep_vars=True).items():
-            found = [(axis, self.groups.root(flow.group), flow.repeat) for axis, flow in self._axes_of(tensor)]
-            if kept := tuple(ChannelAxis(*entry) for entry in found if entry[1] in cut):
+            flows = sorted(self.axes.get(id(tensor), {}).items())
+            found = [ChannelAxis(axis, self.groups.roots[flow.group], flow.repeat) for axis, flow in flows]
+            if kept := tuple(each for each in found if each.group in cut):
                 axes[name] = kept
         return Channels(cut, axes)
 
@@ -189,24 +171,24 @@ class _Follower:
     def option(self, node: Node, position: int, name: str, default: object) -> object:
         return operations.option(node, self.traced.module_of, position, name, default)
 
-    def source(self, node: Node) -> tuple[_Flow, tuple[int, ...]]:
+    def source(self, node: Node) -> tuple[ChannelAxis, tuple[int, ...]]:
         """Return flow and shape of the first value with channels that a node reads."""
         arg = next(arg for arg in node.all_input_nodes if arg in self.flows)
         return self.flows[arg], self.shapes[arg]
 
-    def use(self, node: Node, tensor: Tensor, axis: int, flow: _Flow) -> None:
+    def use(self, node: Node, tensor: Tensor, axis: int, flow: ChannelAxis) -> None:
         """Note that an axis of a tensor of the model holds these channels."""
         before = self.axes.setdefault(id(tensor), {}).setdefault(axis, flow)
         if before.repeat != flow.repeat:
             raise self.error(node, "a tensor that is used twice has its channels laid out in two ways")
         self.groups.join(before.group, flow.group)
 
-    def uncut(self, node: Node, axis: int, width: int) -> _Flow:
+    def uncut(self, node: Node, axis: int, width: int) -> ChannelAxis:
         """Return a layer's inputs as channels that are never cut: another call of the layer may not cut them either."""
         name = f"inputs of {public_name(str(node.target))}"
         self.groups.add(name, width)
-        self.groups.fix(name)
-        return _Flow(axis, name)
+        self.groups.fixed.add(name)
+        return ChannelAxis(axis, name)
 
     def error(self, node: Node, reason: str) -> ModelError:
         model = type(self.model).__name__
@@ -221,10 +203,7 @@ class _Follower:
         name = self.operation(node) or str(getattr(node.target, "__name__", node.target))
         return ModelError(f"{model} cannot be narrowed at operation {name!r} in {where}: {reason}. {REMEDY}")
 
-    def _axes_of(self, tensor: Any) -> list[tuple[int, _Flow]]:
-        return sorted(self.axes.get(id(tensor), {}).items())
-
-    def _step(self, node: Node) -> _Flow | None:
+    def _step(self, node: Node) -> ChannelAxis | None:
         """Return where the channels of a node's result lie."""
         if node.op == "call_module":
             layer = self.traced.module_of(node)
@@ -234,8 +213,8 @@ class _Follower:
             if has_matrix(layer):
                 raise self.error(node, "layers of this kind are never cut")
         name = self.operation(node)
-        rule = RULES.get(name) or (_pool if operations.is_pool(name) else None)
-        rule = rule or (_elementwise if operations.is_dropout(name) else None)
+        other = _pool if operations.is_pool(name) else _elementwise if operations.is_dropout(name) else None
+        rule = RULES.get(name, other)
         trained = [arg for arg in node.all_input_nodes if self.constants.get(arg)]
         if trained and rule is not _elementwise and not self.constants.keys() >= set(node.all_input_nodes):
             raise self.error(node, f"it uses parameter {_named(trained[0])!r} outside a layer")
@@ -252,13 +231,13 @@ class _Follower:
         self.constants[node] = own or any(self.constants[arg] for arg in node.all_input_nodes)
 
 
-def _weighted(follower: _Follower, node: Node, layer: Any, axis: int) -> _Flow:
+def _weighted(follower: _Follower, node: Node, layer: Any, axis: int) -> ChannelAxis:
     """Make a new group for the outputs of a layer; `axis` is where channels lie in its input and its output."""
     if {name for name, _ in layer.named_parameters()} - {"weight", "bias"}:
         raise follower.error(node, "its weight is computed from other parameters")
     name = public_name(str(node.target))
     follower.groups.add(name, layer.weight.shape[0])
-    made = _Flow(axis, name)
+    made = ChannelAxis(axis, name)
     follower.use(node, layer.weight, 0, made)
     if layer.bias is not None:
         follower.use(node, layer.bias, 0, made)
@@ -268,21 +247,21 @@ def _weighted(follower: _Follower, node: Node, layer: Any, axis: int) -> _Flow:
     return made
 
 
-def _convolution(follower: _Follower, node: Node, layer: Any) -> _Flow:
+def _convolution(follower: _Follower, node: Node, layer: Any) -> ChannelAxis:
     if layer.groups != 1:
         raise follower.error(node, f"a convolution with {layer.groups} groups ties single channels to each other")
     return _weighted(follower, node, layer, axis=1)
 
 
-def _linear(follower: _Follower, node: Node, layer: Any) -> _Flow:
+def _linear(follower: _Follower, node: Node, layer: Any) -> ChannelAxis:
     return _weighted(follower, node, layer, axis=len(follower.shapes[node]) - 1)
 
 
-def _by_channel(follower: _Follower, node: Node, layer: Any) -> _Flow | None:
+def _by_channel(follower: _Follower, node: Node, layer: Any) -> ChannelAxis | None:
     """Keep the channels of a layer that has one number for each of them: a batch norm, a PReLU."""
     given = follower.flows.get(node.all_input_nodes[0])
-    tensors = [getattr(layer, name, None) for name in ("weight", "bias", "running_mean", "running_var")]
-    for tensor in tensors:
+    for name in ("weight", "bias", "running_mean", "running_var"):
+        tensor = getattr(layer, name, None)
         if tensor is not None and tensor.numel() > 1:
             flow = given or follower.uncut(node, 1, tensor.numel())
             _check_axis(follower, node, flow, axis=1)
@@ -290,12 +269,12 @@ def _by_channel(follower: _Follower, node: Node, layer: Any) -> _Flow | None:
     return given
 
 
-def _check_axis(follower: _Follower, node: Node, flow: _Flow, axis: int) -> None:
+def _check_axis(follower: _Follower, node: Node, flow: ChannelAxis, axis: int) -> None:
     if flow.axis != axis:
         raise follower.error(node, f"it expects channels in dimension {axis}, and they lie in dimension {flow.axis}")
 
 
-def _pool(follower: _Follower, node: Node) -> _Flow:
+def _pool(follower: _Follower, node: Node) -> ChannelAxis:
     flow, shape = follower.source(node)
     positions = int(follower.operation(node)[-2])  # maxpool2d has two dimensions of positions, the last ones
     if flow.axis >= len(shape) - positions:
@@ -303,13 +282,13 @@ def _pool(follower: _Follower, node: Node) -> _Flow:
     return flow
 
 
-def _elementwise(follower: _Follower, node: Node) -> _Flow | None:
+def _elementwise(follower: _Follower, node: Node) -> ChannelAxis | None:
     """Join the groups of all partners; what meets a value that is never cut is never cut either."""
     result = follower.shapes[node]
     tensors = [arg for arg in node.all_input_nodes if arg in follower.shapes]
     if len(tensors) > 1 and follower.operation(node) not in PARTNERS:
         raise follower.error(node, "what it does with several tensors is not known")
-    found: _Flow | None = None
+    found: ChannelAxis | None = None
     for arg in tensors:
         flow, shape = follower.flows.get(arg), follower.shapes[arg]
         if flow is None or shape[flow.axis] < result[flow.axis + len(result) - len(shape)]:
@@ -319,24 +298,25 @@ def _elementwise(follower: _Follower, node: Node) -> _Flow | None:
             raise follower.error(node, "its partners have their channels in different places")
         follower.groups.join((found or flow).group, flow.group)
         found = found or flow
-    for arg in tensors if found is not None else ():
-        _meet(follower, node, found, arg)
+    if found is not None:
+        for arg in tensors:
+            _meet(follower, node, found, arg)
     return found
 
 
-def _meet(follower: _Follower, node: Node, flow: _Flow | None, partner: Node) -> None:
+def _meet(follower: _Follower, node: Node, flow: ChannelAxis, partner: Node) -> None:
     """Leave channels whole that are combined with a value of as many numbers that is not cut."""
     shape, rank = follower.shapes[partner], len(follower.shapes[node])
-    if flow is None or partner in follower.flows or rank - flow.axis > len(shape) or shape[flow.axis - rank] == 1:
+    if partner in follower.flows or rank - flow.axis > len(shape) or shape[flow.axis - rank] == 1:
         return
     if partner in follower.constants:
         reason = f"it combines channels with {_named(partner)!r}, which belongs to no layer"
         follower.whole.append((flow.group, node, reason))
     else:
-        follower.groups.fix(flow.group)
+        follower.groups.fixed.add(flow.group)
 
 
-def _softmax(follower: _Follower, node: Node) -> _Flow:
+def _softmax(follower: _Follower, node: Node) -> ChannelAxis:
     """Keep the classes; a softmax over channels inside the model would change with their number."""
     flow, shape = follower.source(node)
     dim = follower.option(node, 1, "dim", None)
@@ -345,7 +325,7 @@ def _softmax(follower: _Follower, node: Node) -> _Flow:
     return flow
 
 
-def _reduced(follower: _Follower, node: Node) -> _Flow:
+def _reduced(follower: _Follower, node: Node) -> ChannelAxis:
     """Follow a mean, sum or maximum over positions."""
     flow, shape = follower.source(node)
     dims = follower.option(node, 1, "dim", None)
@@ -356,7 +336,7 @@ def _reduced(follower: _Follower, node: Node) -> _Flow:
     return flow._replace(axis=flow.axis - before)
 
 
-def _squeezed(follower: _Follower, node: Node) -> _Flow:
+def _squeezed(follower: _Follower, node: Node) -> ChannelAxis:
     flow, shape = follower.source(node)
     dim = follower.option(node, 1, "dim", None)
     if not isinstance(dim, int) or dim % len(shape) == flow.axis:
@@ -364,7 +344,7 @@ def _squeezed(follower: _Follower, node: Node) -> _Flow:
     return _reshaped(follower, node)
 
 
-def _viewed(follower: _Follower, node: Node) -> _Flow:
+def _viewed(follower: _Follower, node: Node) -> ChannelAxis:
     flow = _reshaped(follower, node)
     sizes: Any = node.args[1:] or (node.kwargs.get("shape"),)
     sizes = sizes[0] if len(sizes) == 1 else sizes
@@ -374,7 +354,7 @@ def _viewed(follower: _Follower, node: Node) -> _Flow:
     return flow
 
 
-def _is_size_of(follower: _Follower, size: object, flow: _Flow) -> bool:
+def _is_size_of(follower: _Follower, size: object, flow: ChannelAxis) -> bool:
     """Whether a size is read from a tensor with the same channels: `x.shape[1]`, `x.size(1)`. Then it follows them."""
     if not isinstance(size, Node) or follower.operation(size) not in ("getitem", "size") or len(size.args) != 2:
         return False
@@ -384,10 +364,10 @@ def _is_size_of(follower: _Follower, size: object, flow: _Flow) -> bool:
     given = follower.flows.get(source)
     if given is None or size.args[1] not in (given.axis, given.axis - len(follower.shapes[source])):
         return False
-    return follower.groups.root(given.group) == follower.groups.root(flow.group)
+    return follower.groups.roots[given.group] == follower.groups.roots[flow.group]
 
 
-def _reshaped(follower: _Follower, node: Node) -> _Flow:
+def _reshaped(follower: _Follower, node: Node) -> ChannelAxis:
     """Find the channels in a new shape: kept as a dimension, or merged with the dimensions behind them."""
     flow, old = follower.source(node)
     new = follower.shapes[node]
@@ -395,14 +375,13 @@ def _reshaped(follower: _Follower, node: Node) -> _Flow:
     merged = [math.prod(old[flow.axis : end]) for end in range(flow.axis + 1, len(old) + 1)]
     for axis, size in enumerate(new):
         if math.prod(new[:axis]) == before and size in merged and size >= old[flow.axis]:
-            return _Flow(axis, flow.group, flow.repeat * (size // old[flow.axis]))
+            return ChannelAxis(axis, flow.group, flow.repeat * (size // old[flow.axis]))
     raise follower.error(
         node, f"shape {_shown(old)} becomes {_shown(new)}, where no dimension holds whole channels in a row"
     )
 
 
-LayerRule = Callable[[_Follower, Node, Any], _Flow | None]
-LAYER_RULES: tuple[tuple[tuple[type[nn.Module], ...], LayerRule], ...] = (
+LAYER_RULES: tuple[tuple[tuple[type[nn.Module], ...], Callable[[_Follower, Node, Any], ChannelAxis | None]], ...] = (
     (CONVOLUTIONS, _convolution),
     ((nn.Linear,), _linear),
     ((*BATCH_NORMS, nn.PReLU), _by_channel),
@@ -410,7 +389,7 @@ LAYER_RULES: tuple[tuple[tuple[type[nn.Module], ...], LayerRule], ...] = (
 PARTNERS = frozenset({"add", "sub", "mul", "truediv", "div", "pow", "maximum", "minimum"})
 """Operations that combine two tensors element by element."""
 COPIES = frozenset({"identity", "contiguous", "clone", "detach", "to", "float", "half", "double"})
-RULES: Mapping[str, Callable[[_Follower, Node], _Flow | None]] = {
+RULES: Mapping[str, Callable[[_Follower, Node], ChannelAxis | None]] = {
     **dict.fromkeys(operations.ELEMENTWISE | PARTNERS | COPIES, _elementwise),
     **dict.fromkeys(("softmax", "logsoftmax"), _softmax),
     **dict.fromkeys(("mean", "sum", "amax", "amin"), _reduced),
@@ -437,25 +416,19 @@ class _Shapes(fx.Interpreter):
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layer = self.fetch_attr(target)
         tensors = (*layer.named_parameters(), *layer.named_buffers())
-        return functional_call(layer, {name: _empty(tensor) for name, tensor in tensors}, args, kwargs)
+        return functional_call(layer, {name: without_data(tensor) for name, tensor in tensors}, args, kwargs)
 
     def fetch_attr(self, target: str) -> Any:
         value = super().fetch_attr(target)
-        return _empty(value) if isinstance(value, Tensor) else value
-
-
-def _empty(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, device="meta", dtype=torch.float32 if tensor.is_floating_point() else tensor.dtype)
+        return without_data(value) if isinstance(value, Tensor) else value
 
 
 def _follow(model: nn.Module, input_shape: tuple[int, ...], training: bool) -> Channels:
     traced = trace(model, training)
     shapes = _Shapes(traced)
-    # A batch norm cannot be trained on one sample.
-    x = torch.empty((2, *input_shape), device="meta")
     try:
         with torch.no_grad(), torch.device("meta"):
-            shapes.run(x)
+            shapes.run(torch.empty((2, *input_shape)))  # a batch norm cannot be trained on one sample
     except Exception as error:
         raise ModelError(
             f"{type(model).__name__} does not run on inputs of shape {_shown(input_shape)} without data: "

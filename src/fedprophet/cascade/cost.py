@@ -9,10 +9,10 @@ Everything is counted on tensors without data (torch's meta device): at once for
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fedprophet.cascade.atoms import Atom, Chain
 from fedprophet.cascade.heads import BYTES, HeadCost, head_cost
+from fedprophet.cascade.trace import without_data
 from fedprophet.errors import ConfigError, ModelError
 
 COPIES = {"sgd": 2, "sgd-momentum": 3, "adam": 4}
@@ -42,10 +43,6 @@ LAYERS = (
 position embedding, is none: its gradient needs no input."""
 FLOPS_PER_NORM = 5
 POOLS = frozenset({"adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"})
-HIDDEN_INPUTS: Mapping[str, Callable[[Any], int]] = {
-    # Its output projection reads a tensor inside the function, of the output's size.
-    "multi_head_attention_forward": lambda result: int(result[0].numel()),
-}
 
 
 @dataclass(frozen=True)
@@ -113,13 +110,6 @@ class ChainCost:
         return head_cost(self.atoms[last - 1].output, self.classes, self.copies)
 
 
-class _Weights(NamedTuple):
-    """The model's tensors while it is counted."""
-
-    parameters: list[Tensor]
-    buffers: list[Tensor]
-
-
 class _Counter(TorchFunctionMode):
     """Watches an atom run: the inputs of its layers with a weight, and the FLOPs that torch's own counter leaves out.
 
@@ -128,10 +118,10 @@ class _Counter(TorchFunctionMode):
     and kept, so that no identity is used twice.
     """
 
-    def __init__(self, weights: _Weights) -> None:
+    def __init__(self, parameters: Iterable[Tensor], buffers: Iterable[Tensor]) -> None:
         super().__init__()
-        self._weights = {id(tensor): tensor for tensor in weights.parameters}
-        self._constants = {id(tensor): tensor for tensor in weights.buffers}
+        self._weights = {id(tensor): tensor for tensor in parameters}
+        self._constants = {id(tensor): tensor for tensor in buffers}
         self._inputs: dict[int, Tensor] = {}
         self._hidden = 0
         self.flops = 0
@@ -163,7 +153,9 @@ class _Counter(TorchFunctionMode):
     def _count(self, name: str, inputs: dict[int, Tensor], weighted: bool, result: Any) -> None:
         if weighted and name in LAYERS:
             self._inputs.update(inputs)
-            self._hidden += HIDDEN_INPUTS[name](result) if name in HIDDEN_INPUTS else 0
+            if name == "multi_head_attention_forward":
+                # Its output projection reads a tensor inside the function, of the output's size.
+                self._hidden += result[0].numel()
         if name in NORMS:
             self.flops += FLOPS_PER_NORM * result.numel()
         if name in POOLS:
@@ -182,33 +174,25 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _empty(tensor: Tensor) -> Tensor:
-    """Return a tensor of this shape without data; in float32, as the cost model says."""
-    return torch.empty(tensor.shape, device="meta", dtype=torch.float32 if tensor.is_floating_point() else tensor.dtype)
-
-
 @contextmanager
-def _without_data(modules: Iterable[nn.Module]) -> Iterator[_Weights]:
-    """Swap every parameter and buffer for an empty one, tied ones for the same one, and put them back."""
+def _emptied(modules: Iterable[nn.Module]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Swap every parameter and buffer for an empty one, tied ones for the same one, yield both, and put them back."""
     tables: list[dict[str, Any]] = [table for module in modules for table in (module._parameters, module._buffers)]
     found = [(table, name, tensor) for table in tables for name, tensor in table.items() if tensor is not None]
-    empty = {id(tensor): _empty(tensor) for _, _, tensor in found}
+    empty = {id(tensor): without_data(tensor) for _, _, tensor in found}
     try:
         for table, name, tensor in found:
             table[name] = empty[id(tensor)]
-        yield _Weights(
-            [empty[id(tensor)] for _, _, tensor in found if isinstance(tensor, nn.Parameter)],
-            [empty[id(tensor)] for _, _, tensor in found if not isinstance(tensor, nn.Parameter)],
-        )
+        parameters = [empty[id(tensor)] for _, _, tensor in found if isinstance(tensor, nn.Parameter)]
+        yield parameters, [empty[id(tensor)] for _, _, tensor in found if not isinstance(tensor, nn.Parameter)]
     finally:
         for table, name, tensor in found:
             table[name] = tensor
 
 
-def _run(atom: Atom, x: Tensor, weights: _Weights) -> tuple[Tensor, int, int]:
+def _run(atom: Atom, x: Tensor, counter: _Counter) -> tuple[Tensor, int, int]:
     """Return an atom's output, activations and FLOPs, on tensors without data."""
     products = FlopCounterMode(display=False)
-    counter = _Counter(weights)
     try:
         # Only the plain implementation of attention shows its products to the counter.
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), torch.device("meta"), products, counter:
@@ -246,9 +230,9 @@ def cost_of(chain: Chain, input_shape: tuple[int, ...], batch: int, classes: int
     # The input normalisation is a layer of the chain, not of the model.
     modules = dict.fromkeys(module for root in (chain.model, *chain.modules()) for module in root.modules())
     parameters = _parameters(chain)
-    with chain.mode(0, len(chain), training=False), _without_data(modules) as weights:
+    with chain.mode(0, len(chain), training=False), _emptied(modules) as (weights, buffers):
         for atom, owned in zip(chain.atoms, parameters, strict=True):
-            x, activations, flops = _run(atom, x, weights)
+            x, activations, flops = _run(atom, x, _Counter(weights, buffers))
             costs.append(AtomCost(atom.name, atom.layers, owned, activations, flops, tuple(x.shape), atom.bounds))
     if tuple(x.shape) != (batch, classes):
         raise ModelError(

@@ -12,10 +12,12 @@ sides. That gives the finest segments; atoms are made of them by these rules:
   linear layers alone never has three, so each of its linear layers is an atom.
 """
 
+import posixpath
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import dropwhile
 
 from torch import nn
 from torch.fx import Node
@@ -234,10 +236,8 @@ def _is_batch_size(traced: Traced, node: Node, keeping: set[Node]) -> bool:
         return node.args[0] in keeping and node.args[1:] == (0,)
     if name != "getitem" or node.args[1] != 0 or not isinstance(shape := node.args[0], Node):
         return False
-    whole = operations.operation(shape, traced.module_of) == "shape" or (
-        operations.operation(shape, traced.module_of) == "size" and len(shape.args) == 1
-    )
-    return whole and shape.args[0] in keeping
+    kind = operations.operation(shape, traced.module_of)
+    return (kind == "shape" or (kind == "size" and len(shape.args) == 1)) and shape.args[0] in keeping
 
 
 def _layers(traced: Traced, nodes: Iterable[Node], constants: set[Node]) -> tuple[Layer, ...]:
@@ -293,12 +293,9 @@ def _classifier(traced: Traced, segments: Sequence[Segment]) -> int:
         (ranks.get(node) or 3) <= 2 for node in (segments[first - 1].start, segments[first - 1].end)
     ):
         first -= 1
-    layers_seen = False
-    for segment in segments[:first]:
-        layers_seen = layers_seen or bool(segment.layers)
-        if layers_seen and max(ranks.get(segment.start) or 0, ranks.get(segment.end) or 0) >= 3:
-            return first
-    return len(segments)
+    behind = dropwhile(lambda segment: not segment.layers, segments[:first])
+    spread = any(max(ranks.get(segment.start) or 0, ranks.get(segment.end) or 0) >= 3 for segment in behind)
+    return first if spread else len(segments)
 
 
 def _kind(model: nn.Module, layers: Sequence[Layer]) -> tuple[str, ...]:
@@ -320,12 +317,7 @@ def kinds_of_part(module: nn.Module, layers: Sequence[Layer]) -> tuple[str, ...]
 
 def _common(names: Sequence[str]) -> str:
     """Return the name of the innermost module that holds all of these."""
-    shared = []
-    for parts in zip(*(name.split(".") for name in names), strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
-    return ".".join(shared)
+    return posixpath.commonpath([name.replace(".", "/") for name in names]).replace("/", ".")
 
 
 def _names(groups: Sequence[Sequence[Segment]]) -> list[str]:

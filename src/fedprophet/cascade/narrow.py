@@ -17,7 +17,6 @@ from fedprophet.cascade.channels import BATCH_NORMS, CONVOLUTIONS, ChannelAxis, 
 from fedprophet.errors import ModelError, unknown
 
 Tensors = Mapping[str, Tensor]
-Index = tuple[slice | Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ def merge_local(channels: Channels, kept: Kept, full: Tensors, part: Tensors) ->
     return merged
 
 
-def kept_index(channels: Channels, kept: Kept, name: str, full: Tensor, part: Tensor) -> Index:
+def kept_index(channels: Channels, kept: Kept, name: str, full: Tensor, part: Tensor) -> tuple[slice | Tensor, ...]:
     """Return the coordinates of a full tensor that a sub-network has; its part must have the shape for them."""
     _check_full(channels, name, full)
     axes = channels.axes.get(name, ())
@@ -73,20 +72,17 @@ def full_tensor(tensors: Tensors, name: str) -> Tensor:
     return tensors[name]
 
 
-def narrow_model(model: nn.Module, channels: Channels, kept: Kept) -> nn.Module:
-    """Return a copy of a model that really has the kept channels alone, with the values the model has for them.
-
-    Classes, settings and state-dict names are the model's; only layers whose inputs are cut have a `Scaler`.
-    """
-    narrow = copy.deepcopy(model, _parts(model, channels, kept))
-    _refit(narrow, channels, kept)
-    return narrow
-
-
 def narrow_chain(chain: Chain, channels: Channels, kept: Kept, scaled: bool = True) -> Chain:
-    """Return a chain of the same atoms around the narrow model; if not `scaled`, without `Scaler`s."""
+    """Return a chain of the same atoms around a copy of the model that has the kept channels alone, with their values.
+
+    Classes, settings and state-dict names are the model's; if `scaled`, layers whose inputs are cut have a `Scaler`.
+    """
     narrow = copy.deepcopy(chain, _parts(chain.model, channels, kept))
-    _refit(narrow.model, channels, kept, scaled)
+    factors = full_over_kept(channels, kept) if scaled else {}
+    for name, layer in narrow.model.named_modules():
+        _resize(layer)
+        if name in factors:
+            layer.register_forward_hook(Scaler(factors[name]))
     return narrow
 
 
@@ -112,15 +108,6 @@ def _parts(model: nn.Module, channels: Channels, kept: Kept) -> dict[int, Any]:
             is_parameter = isinstance(tensor, nn.Parameter)
             memo[id(tensor)] = nn.Parameter(part, requires_grad=tensor.requires_grad) if is_parameter else part
     return memo
-
-
-def _refit(narrow: nn.Module, channels: Channels, kept: Kept, scaled: bool = True) -> None:
-    """Let the layers of a narrow model know their sizes, and scale those whose inputs were cut."""
-    factors = full_over_kept(channels, kept) if scaled else {}
-    for name, layer in narrow.named_modules():
-        _resize(layer)
-        if name in factors:
-            layer.register_forward_hook(Scaler(factors[name]))
 
 
 def _resize(layer: Any) -> None:

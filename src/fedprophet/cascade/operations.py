@@ -5,9 +5,9 @@ Modules, functions and methods of one operation share one name here: nn.MaxPool2
 """
 
 import math
+import operator
 import re
 from collections.abc import Callable, Mapping, Set
-from typing import Any
 
 from torch import nn
 from torch.fx import Node
@@ -17,55 +17,17 @@ ModuleOf = Callable[[Node], nn.Module]
 """Gives the layer that a `call_module` node calls."""
 
 UNBOUNDED: Range = (-math.inf, math.inf)
-NON_NEGATIVE: Range = (0.0, math.inf)
+ASSIGNMENTS = (operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.setitem)
+"""What Python's assignments to a traced value become. torch.fx would make new tensors of them, or refuse them."""
 
 
 def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-def assign_add(x: Any, y: Any) -> Any:
-    """Do what `x += y` does, in place where x is a tensor."""
-    x += y
-    return x
-
-
-def assign_sub(x: Any, y: Any) -> Any:
-    """Do what `x -= y` does."""
-    x -= y
-    return x
-
-
-def assign_mul(x: Any, y: Any) -> Any:
-    """Do what `x *= y` does."""
-    x *= y
-    return x
-
-
-def assign_truediv(x: Any, y: Any) -> Any:
-    """Do what `x /= y` does."""
-    x /= y
-    return x
-
-
-def assign_item(x: Any, index: Any, value: Any) -> Any:
-    """Do what `x[index] = value` does."""
-    x[index] = value
-    return x
-
-
-ASSIGNMENTS: Mapping[str, Callable[..., Any]] = {
-    "__iadd__": assign_add,
-    "__isub__": assign_sub,
-    "__imul__": assign_mul,
-    "__itruediv__": assign_truediv,
-    "__setitem__": assign_item,
-}
-"""What Python's assignments to a traced value become. torch.fx would make new tensors of them, or refuse them."""
-
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._NormBase)
 RANGES: Mapping[str, Range] = {
-    "relu": NON_NEGATIVE,
+    "relu": (0.0, math.inf),
     "relu6": (0.0, 6.0),
     "sigmoid": (0.0, 1.0),
     "hardsigmoid": (0.0, 1.0),
@@ -76,13 +38,8 @@ MATRIX_FUNCTIONS: Mapping[str, str] = {
     "linear": "Linear",
     "bilinear": "Bilinear",
     "embedding": "Embedding",
-    "matmul": "Matmul",
-    "mm": "Matmul",
-    "bmm": "Matmul",
-    "addmm": "Matmul",
-    "baddbmm": "Matmul",
     "einsum": "Einsum",
-    "tensordot": "Matmul",
+    **dict.fromkeys(("matmul", "mm", "bmm", "addmm", "baddbmm", "tensordot"), "Matmul"),
     "multiheadattentionforward": "Attention",
     **{f"conv{n}d": "Conv" for n in (1, 2, 3)},
     **{f"convtranspose{n}d": "ConvTranspose" for n in (1, 2, 3)},
@@ -112,8 +69,8 @@ def operation(node: Node, module_of: ModuleOf) -> str:
         return ""
     if node.target is getattr:
         return _plain(str(node.args[1]))
-    if node.target in ASSIGNMENTS.values():
-        return node.target.__name__.removeprefix("assign_")
+    if node.target in ASSIGNMENTS:
+        return node.target.__name__.removeprefix("i")  # as `x + y` for `x += y`
     origin = getattr(node.target, "__module__", None) or "torch"
     return _plain(node.target.__name__) if origin.split(".")[0] in ("torch", "_operator") else ""
 
@@ -141,7 +98,7 @@ def writes_first_argument(node: Node, module_of: ModuleOf) -> bool:
     """Whether a node works in place on its first argument."""
     if node.op == "call_module":
         return bool(getattr(module_of(node), "inplace", False))
-    if node.target in ASSIGNMENTS.values():
+    if node.target in ASSIGNMENTS:
         return True
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     return bool(node.kwargs.get("inplace")) or (name.endswith("_") and not name.startswith("__"))
@@ -215,19 +172,14 @@ def result_rank(node: Node, module_of: ModuleOf, ranks: Mapping[Node, int | None
     sized = _CONVOLUTION.fullmatch(name) or _POOL.fullmatch(name)
     if sized:
         return int(sized[sized.re.groups]) + 2
-    known = [rank for arg in node.all_input_nodes if (rank := ranks.get(arg)) is not None]
-    rank = max(known, default=None)
-    if name in _RANK_RULES:
-        return _RANK_RULES[name](node, module_of, rank)
-    return rank
+    rank = max((rank for arg in node.all_input_nodes if (rank := ranks.get(arg)) is not None), default=None)
+    return _RANK_RULES[name](node, module_of, rank) if name in _RANK_RULES else rank
 
 
 def _flattened(node: Node, module_of: ModuleOf, rank: int | None) -> int | None:
     first, last = flatten_dimensions(node, module_of)
-    if last < 0 and rank is None:
-        return first + 1 if last == -1 and first >= 0 else None
     if rank is None:
-        return None
+        return first + 1 if last == -1 and first >= 0 else None
     return rank - (last % rank - first % rank)
 
 
@@ -262,10 +214,6 @@ def _squeezed(node: Node, module_of: ModuleOf, rank: int | None) -> int | None:
     return 2 if option(node, module_of, 1, "dim", None) is None else _reduced(node, module_of, rank)
 
 
-def _embedded(node: Node, module_of: ModuleOf, rank: int | None) -> int | None:
-    return 3 if rank is None else rank + 1
-
-
 def _contracted(node: Node, module_of: ModuleOf, rank: int | None) -> int | None:
     equation = node.args[0]
     if not isinstance(equation, str) or "->" not in equation or "..." in equation:
@@ -285,7 +233,7 @@ _RANK_RULES: Mapping[str, Callable[[Node, ModuleOf, int | None], int | None]] = 
     "getitem": _indexed,
     "squeeze": _squeezed,
     "unsqueeze": lambda node, module_of, rank: None if rank is None else rank + 1,
-    "embedding": _embedded,
+    "embedding": lambda node, module_of, rank: 3 if rank is None else rank + 1,
     "einsum": _contracted,
     "multiheadattention": lambda node, module_of, rank: 3 if rank is None else rank,
     "transformerencoderlayer": lambda node, module_of, rank: 3 if rank is None else rank,

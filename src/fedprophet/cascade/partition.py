@@ -27,10 +27,9 @@ def smallest_budget(cost: ChainCost) -> tuple[int, int]:
 
 
 def partition(cost: ChainCost, budget: int) -> tuple[Module, ...]:
-    """Return the modules of Algorithm 1: each takes atoms as long as it fits, which means at most the budget.
+    """Return the modules of Algorithm 1: each takes atoms for as long as they fit the budget.
 
-    A model that fits as a whole is one module. It needs no auxiliary head, which Algorithm 1, going atom by atom, would
-    count on the way.
+    A model that fits as a whole is one module: it needs no auxiliary head, which Algorithm 1 would count on the way.
     """
     if cost.total_memory <= budget:
         return (_module(cost, 0, 0, len(cost.atoms)),)

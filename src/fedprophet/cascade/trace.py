@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partialmethod
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,10 +18,9 @@ from torch import Tensor, fx, nn
 from torch.fx import Node
 from torch.fx.proxy import Proxy
 
-from fedprophet.cascade.operations import ASSIGNMENTS
 from fedprophet.errors import ModelError
 
-REMEDY = "Change that place, or hand the model over as an explicit chain (fedprophet.cascade.atoms.explicit_chain)."
+REMEDY = "Change that code, or hand the model over as an explicit chain (fedprophet.cascade.atoms.explicit_chain)."
 _TORCH = str(Path(torch.__file__).parent)
 _ROOT = "model"
 
@@ -71,18 +71,13 @@ class Traced:
 
     host: Host
     graph: fx.Graph
+    output: Node
+    """The node whose result the model gives back."""
 
     @property
     def input(self) -> Node:
         node: Node = next(node for node in self.graph.nodes if node.op == "placeholder")
         return node
-
-    @property
-    def output(self) -> Node:
-        """The node whose result the model gives back."""
-        result = next(node for node in self.graph.nodes if node.op == "output").args[0]
-        assert isinstance(result, Node)
-        return result
 
     def module_of(self, node: Node) -> nn.Module:
         return self.host.get_submodule(str(node.target))
@@ -135,7 +130,7 @@ def trace(model: nn.Module, training: bool) -> Traced:
             f"{type(model).__name__} gives a {type(result).__name__}, not one tensor. Wrap it in a module that returns "
             "the class scores alone."
         )
-    return Traced(host, graph)
+    return Traced(host, graph, result)
 
 
 class _Tracer(fx.Tracer):
@@ -169,7 +164,7 @@ class _Tracer(fx.Tracer):
         frame = inspect.currentframe()
         while frame is not None and frame.f_code.co_filename.startswith((_TORCH, __file__)):
             frame = frame.f_back
-        if frame is not None and _line(frame).startswith("assert "):
+        if frame is not None and _line(frame, frame.f_lineno).startswith("assert "):
             return True
         return super().to_bool(obj)
 
@@ -177,23 +172,14 @@ class _Tracer(fx.Tracer):
 class _Value(Proxy):
     """A value in a trace. Its assignments stay assignments: another name of the same tensor must see them."""
 
-    def __iadd__(self, other: Any) -> Any:
-        return self._assign("__iadd__", other)
+    def _assign(self, assignment: Callable[..., Any], *arguments: Any) -> Any:
+        return self.tracer.create_proxy("call_function", assignment, (self, *arguments), {})
 
-    def __isub__(self, other: Any) -> Any:
-        return self._assign("__isub__", other)
-
-    def __imul__(self, other: Any) -> Any:
-        return self._assign("__imul__", other)
-
-    def __itruediv__(self, other: Any) -> Any:
-        return self._assign("__itruediv__", other)
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        self._assign("__setitem__", index, value)
-
-    def _assign(self, method: str, *arguments: Any) -> Any:
-        return self.tracer.create_proxy("call_function", ASSIGNMENTS[method], (self, *arguments), {})
+    __iadd__ = partialmethod(_assign, operator.iadd)
+    __isub__ = partialmethod(_assign, operator.isub)
+    __imul__ = partialmethod(_assign, operator.imul)
+    __itruediv__ = partialmethod(_assign, operator.itruediv)
+    __setitem__ = partialmethod(_assign, operator.setitem)
 
 
 class _TensorProxy(Proxy):
@@ -271,11 +257,16 @@ def _explain(model: nn.Module, error: Exception) -> str:
     where = f"submodule {owners[-1]!r}" if owners and owners[-1] else "the model itself"
     if frames:
         frame, line = frames[-1]
-        text = linecache.getline(frame.f_code.co_filename, line, frame.f_globals).strip()
+        text = _line(frame, line)
         where += f" ({frame.f_code.co_filename}, line {line}{': ' + text if text else ''})"
     reason = str(error).split(" See the torch.fx docs")[0].strip() or type(error).__name__
     return f"{type(model).__name__} cannot be cut by itself: tracing stopped in {where}: {reason}. {REMEDY}"
 
 
-def _line(frame: FrameType) -> str:
-    return linecache.getline(frame.f_code.co_filename, frame.f_lineno, frame.f_globals).strip()
+def _line(frame: FrameType, number: int) -> str:
+    return linecache.getline(frame.f_code.co_filename, number, frame.f_globals).strip()
+
+
+def without_data(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same shape on torch's meta device; in float32 where it holds fractions."""
+    return torch.empty(tensor.shape, device="meta", dtype=torch.float32 if tensor.is_floating_point() else tensor.dtype)

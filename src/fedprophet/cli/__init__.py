@@ -19,10 +19,9 @@ from fedprophet.cli.latency import latency_command
 from fedprophet.cli.options import AsJson, print_listing
 from fedprophet.cli.partition import partition_command
 from fedprophet.cli.train import train_command
-from fedprophet.config.choices import engines
+from fedprophet.config.choices import engines, methods
 from fedprophet.data import DATASETS
 from fedprophet.errors import FedProphetError
-from fedprophet.methods import METHODS
 from fedprophet.models import MODELS
 from fedprophet.runs.run import RunStoppedError
 from fedprophet.server.rules import RULES
@@ -47,15 +46,6 @@ app.add_typer(data_app, name="data")
 app.add_typer(deploy_app, name="deploy")
 app.add_typer(config_app, name="config")
 
-REGISTRIES: Mapping[str, Mapping[str, str]] = {
-    "methods": {name: entry.help for name, entry in METHODS.items()},
-    "models": {name: entry.help for name, entry in MODELS.items()},
-    "datasets": {name: entry.help for name, entry in DATASETS.items()},
-    "engines": engines(),
-    "rules": {name: entry.help for name, entry in RULES.items()},
-}
-"""What can be listed: names, each with its line of help."""
-
 
 def _add_listing(what: str, entries: Mapping[str, str]) -> None:
     def listing(json_: AsJson = False) -> None:
@@ -64,8 +54,11 @@ def _add_listing(what: str, entries: Mapping[str, str]) -> None:
     app.command(what, help=f"List the {what}. Example: fedprophet {what}")(listing)
 
 
-for _what, _entries in REGISTRIES.items():
-    _add_listing(_what, _entries)
+_add_listing("methods", methods())
+_add_listing("models", {name: entry.help for name, entry in MODELS.items()})
+_add_listing("datasets", {name: entry.help for name, entry in DATASETS.items()})
+_add_listing("engines", engines())
+_add_listing("rules", {name: entry.help for name, entry in RULES.items()})
 
 
 def _version(wanted: bool) -> None:
@@ -85,18 +78,10 @@ def _options(
 
 make_plain(app)
 
-_SPACE, _RIGHTS, _PATH = "Free some space there", "Correct its permissions or give another folder", "Give another path"
 SYSTEM_ADVICE = {
-    errno.ENOSPC: _SPACE,
-    errno.EDQUOT: _SPACE,
-    errno.EFBIG: _SPACE,
-    errno.EACCES: _RIGHTS,
-    errno.EPERM: _RIGHTS,
-    errno.EROFS: _RIGHTS,
-    errno.ENAMETOOLONG: _PATH,
-    errno.ENOTDIR: _PATH,
-    errno.EISDIR: _PATH,
-    errno.ELOOP: _PATH,
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "Free some space there"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "Correct its permissions or give another folder"),
+    **dict.fromkeys((errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP), "Give another path"),
 }
 """What to do about errors of the system that are not defects of the program."""
 
@@ -105,12 +90,10 @@ def main() -> None:
     """Run the command line. Exit code 0: success; 2: an error that the user can correct; 130: Ctrl-C."""
     try:
         app()
-    except RunStoppedError as stop:
-        _exit(str(stop), 130)
+    except (RunStoppedError, KeyboardInterrupt) as stop:
+        _exit(str(stop) or "stopped", 130)
     except FedProphetError as error:
         _exit(f"error: {error}", 2)
-    except KeyboardInterrupt:
-        _exit("stopped", 130)
     except OSError as error:
         if error.errno not in SYSTEM_ADVICE:
             raise

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -13,13 +13,14 @@ from rich.text import Text
 from fedprophet import machine
 from fedprophet.bench import growth, report, rounds
 from fedprophet.bench.report import Document
-from fedprophet.cli.options import Overrides, open_folder, print_json
-from fedprophet.display.tables import Page, markdown, show
+from fedprophet.cli.options import Overrides, open_folder, print_result
+from fedprophet.display.tables import Page, markdown
+from fedprophet.engines import ENGINES
 from fedprophet.errors import ConfigError, unknown
 from fedprophet.storage.files import write_atomic_all
 
 PRESET, SMALL = "cifar10-balanced", "cifar10-balanced-small"
-ALL = ",".join(rounds.METHODS)
+ALL = ",".join(rounds.MEASURED_METHODS)
 REPEAT, GROWTH_ROUNDS = 3, 20
 QUICK_SIZES, QUICK_ROUNDS = (100, 1_000, 10_000), 5
 
@@ -71,14 +72,17 @@ def bench_command(
         raise ConfigError(f"--quick uses {SMALL}: leave out --preset or --quick")
     if growth_:
         training = {"--only": only != ALL, "--stages": stages, "--engine": engine, "--no-plain": not plain}
-        _refuse({**training, "--real-data": real_data})
-        chosen = _growth_settings(preset, overrides, sizes, repeat, quick)
-        _open(out)
+        for option in (option for option, given in {**training, "--real-data": real_data}.items() if given):
+            raise ConfigError(f"--growth measures the cost besides training: leave out {option}")
+        populations = _numbers("--sizes", sizes) if sizes is not None else QUICK_SIZES if quick else growth.SIZES
+        played = repeat or (QUICK_ROUNDS if quick else GROWTH_ROUNDS)
+        chosen = growth.GrowthSettings(preset or SMALL, overrides, populations, rounds=played)
+        open_folder(out)
         _deliver(*_growth(chosen), out, "growth", json_)
         return
     if sizes is not None:
         raise ConfigError("--sizes needs --growth")
-    wanted = rounds.Settings(
+    wanted = rounds.RoundsSettings(
         preset or (SMALL if quick else PRESET),
         overrides,
         _methods(only),
@@ -88,25 +92,18 @@ def bench_command(
         _engines(engine, plain, overrides),
         real_data,
     )
-    _open(out)
+    open_folder(out)
     _deliver(*_rounds(wanted, out), out, "bench", json_)
 
 
 # Options -------------------------------------------------------------------------------------------------------------
 
 
-def _refuse(options: dict[str, object]) -> None:
-    """Refuse options that only apply to training."""
-    given = next((option for option, value in options.items() if value), None)
-    if given is not None:
-        raise ConfigError(f"--growth measures the cost besides training: leave out {given}")
-
-
 def _methods(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-    wrong = next((name for name in names if name not in rounds.METHODS), None)
+    wrong = next((name for name in names if name not in rounds.MEASURED_METHODS), None)
     if wrong is not None or not names:
-        raise ConfigError(f"--only: {unknown('method', wrong or '', rounds.METHODS)}")
+        raise ConfigError(f"--only: {unknown('method', wrong or '', rounds.MEASURED_METHODS)}")
     return names
 
 
@@ -120,26 +117,11 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
 
 def _engines(engine: str | None, plain: bool, overrides: tuple[str, ...]) -> tuple[str, ...]:
     """Return the engines to measure, the plain loop first."""
-    fast = rounds.check_engine(engine) if engine is not None else rounds.fast_engine()
+    fast = rounds.fast_engine() if engine is None else engine
+    if fast not in ENGINES:
+        raise ConfigError(f"--engine: {unknown('engine', fast, ENGINES)}")
     slow = rounds.plain_sides(overrides) if plain else ()
-    chosen = tuple(dict.fromkeys([*slow, *([fast] if fast else [])]))
-    if not chosen:
-        raise ConfigError("this machine has only the plain loop: leave out --no-plain")
-    return chosen
-
-
-def _growth_settings(
-    preset: str | None, overrides: tuple[str, ...], sizes: str | None, repeat: int | None, quick: bool
-) -> growth.GrowthSettings:
-    populations = _numbers("--sizes", sizes) if sizes is not None else QUICK_SIZES if quick else growth.SIZES
-    played = repeat or (QUICK_ROUNDS if quick else GROWTH_ROUNDS)
-    return growth.GrowthSettings(preset or SMALL, overrides, populations, rounds=played)
-
-
-def _open(out: Path | None) -> None:
-    """Refuse a folder that cannot be written to before measuring for minutes."""
-    if out is not None:
-        open_folder(out)
+    return tuple(dict.fromkeys([*slow, fast]))
 
 
 # Measuring -----------------------------------------------------------------------------------------------------------
@@ -149,14 +131,11 @@ def _open(out: Path | None) -> None:
 def _watching() -> Iterator[Callable[[str], None]]:
     """Show on standard error what is being measured, in a terminal only."""
     console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda text: None
-        return
-    with console.status("starting") as status:
-        yield lambda text: status.update(Text(text))
+    with console.status("starting") if console.is_terminal else nullcontext() as status:
+        yield lambda text: status.update(Text(text)) if status else None
 
 
-def _rounds(settings: rounds.Settings, out: Path | None) -> tuple[Document, Page]:
+def _rounds(settings: rounds.RoundsSettings, out: Path | None) -> tuple[Document, Page]:
     with _watching() as watch:
         watch("matrix product")
         about = machine.describe()
@@ -184,10 +163,7 @@ def _growth(settings: growth.GrowthSettings) -> tuple[Document, Page]:
 
 
 def _deliver(found: Document, page: Page, out: Path | None, stem: str, as_json: bool) -> None:
-    if as_json:
-        print_json(found)
-    else:
-        show(page)
+    print_result(found, page, as_json)
     if out is not None:
         typer.echo(f"written: {', '.join(map(str, _write(found, page, out, stem)))}", err=True)
 

@@ -5,8 +5,7 @@ from typing import Annotated
 
 import typer
 
-from fedprophet.cli.options import open_folder, print_json
-from fedprophet.display.tables import show
+from fedprophet.cli.options import open_folder, print_result
 from fedprophet.report.compare import Comparison, compare
 from fedprophet.report.figures import check_plots, comparison_png
 from fedprophet.report.tables import csv_text, document, markdown, page, wire_csv
@@ -43,12 +42,8 @@ def compare_command(
     if out is not None and plot:
         check_plots()
     comparison = compare(runs)
-    if out is not None:
-        open_folder(out)  # before anything is printed, and only for runs that can be read
-    if json_:
-        print_json(document(comparison))
-    else:
-        show(page(comparison))
+    open_folder(out)  # before anything is printed, and only for runs that can be read
+    print_result(document(comparison), page(comparison), json_)
     if out is not None:
         typer.echo(f"written: {', '.join(map(str, _write(comparison, out, plot)))}", err=True)
 

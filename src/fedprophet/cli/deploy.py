@@ -11,15 +11,19 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 
 from fedprophet.cli.options import AsJson, MethodName, Overrides, print_json, with_method
+from fedprophet.config.load import load_config
 from fedprophet.deploy import DeployError, environment, require_flower
+from fedprophet.deploy.probe import machine_resources
 from fedprophet.display.numbers import counted
-from fedprophet.display.summary import closing_table
+from fedprophet.display.summary import show_results
 from fedprophet.display.tables import Column, Page, Table, show
 from fedprophet.errors import ConfigError
+from fedprophet.runs.files import RunFiles, read_results
 from fedprophet.sizes import format_count, format_size
 
 if TYPE_CHECKING:
@@ -33,6 +37,7 @@ deploy_app = typer.Typer(
     no_args_is_help=True,
 )
 SOON = timedelta(days=30)
+NODE_HOME = Path("~/.local/share/fedprophet")
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The pilot's folder, made by fedprophet deploy init.")]
 Print = Annotated[bool, typer.Option("--print", help="Only print the plain command, for systemd and the like.")]
@@ -144,10 +149,8 @@ def renew_command(folder: Folder, days: Days = 365) -> None:
     pilot = _pilot(folder)
     from fedprophet.deploy.pilot import renew
 
-    end = renew(pilot, days)
-    typer.echo(
-        f"The server's new certificate expires on {end:%Y-%m-%d}. A running server uses it after its next start."
-    )
+    expires = f"The server's new certificate expires on {renew(pilot, days):%Y-%m-%d}."
+    typer.echo(f"{expires} A running server uses it after its next start.")
 
 
 # Server and nodes ----------------------------------------------------------------------------------------------------
@@ -240,7 +243,6 @@ def run(
       fedprophet deploy run pilot --resume    (after the server went down)
     """
     pilot = _pilot(folder)
-    from fedprophet.config.load import load_config
     from fedprophet.deploy import launch
     from fedprophet.deploy.control import connected
     from fedprophet.deploy.pilot import check_names
@@ -288,16 +290,14 @@ def _follow(pilot: "Pilot", run_id: int, out: Path) -> None:
 
 
 def _conclude(run: "RunState", out: Path, pilot: "Pilot") -> None:
-    from fedprophet.runs.files import RunFiles, read_results
-
     if run.status == "finished:completed" and RunFiles(out).results.exists():
         # The devices are real: there is no simulated time.
-        closing_table({**read_results(out), "simulated": None}, out, Console())
+        show_results({**read_results(out), "simulated": None}, out, Console())
         return
     command = f"fedprophet deploy run {shlex.quote(str(pilot.path))}"
     text = f"Start it again: {command}"
     if RunFiles(out).config.exists():  # otherwise it ended before its first round: there is nothing to resume
-        text = f"Resume it: {command} --name {shlex.quote(out.name)} --resume"
+        text = f"Resume it with: {command} --name {shlex.quote(out.name)} --resume"
     raise DeployError(f"the run ended as {run.status}{': ' * bool(run.details)}{run.details}. {text}")
 
 
@@ -312,7 +312,7 @@ def stop(folder: Folder) -> None:
         runs = unfinished_runs(control)
         for run_ in runs:
             control.stop(run_)
-            typer.echo(f"Run {run_.run_id} is ended. Resume it: fedprophet deploy run {folder} --resume")
+            typer.echo(f"Run {run_.run_id} is ended. Resume it with: fedprophet deploy run {folder} --resume")
     if not runs:
         typer.echo("No run is running.")
 
@@ -352,9 +352,7 @@ def _status_page(document: dict[str, Any]) -> Page:
 
 @deploy_app.command()
 def probe(
-    home: Annotated[Path, typer.Option(help="A node's home, where the measured rates are kept.")] = Path(
-        "~/.local/share/fedprophet"
-    ),
+    home: Annotated[Path, typer.Option(help="A node's home, where the measured rates are kept.")] = NODE_HOME,
     threads: Annotated[int, typer.Option(help="CPU cores for training; 0: torch's own number.", min=0, max=1024)] = 0,
     refresh: Annotated[bool, typer.Option("--refresh", help="Measure again.")] = False,
     json_: AsJson = False,
@@ -363,10 +361,6 @@ def probe(
 
     Examples: fedprophet deploy probe     fedprophet deploy probe --home node-0/home --refresh --json
     """
-    import torch
-
-    from fedprophet.deploy.probe import machine_resources
-
     found = machine_resources(home.expanduser(), refresh=refresh, threads=threads or torch.get_num_threads())
     if json_:
         print_json({"memory_bytes": found.memory, "flops": found.performance, "bandwidth": found.bandwidth})

@@ -10,7 +10,8 @@ from rich.console import Console
 from fedprophet.attacks.names import allowed_attacks, attack_label, parse_attacks
 from fedprophet.cli.options import AsJson, print_json
 from fedprophet.display.numbers import percent
-from fedprophet.display.summary import say, show_accuracies
+from fedprophet.display.summary import accuracy_page
+from fedprophet.display.tables import say, show
 from fedprophet.errors import ConfigError
 from fedprophet.progress import progress_bar
 from fedprophet.runs.evaluation import RunEvaluation, can_keep, check_samples, evaluate_run
@@ -74,13 +75,10 @@ def _show(evaluation: RunEvaluation, as_json: bool) -> None:
     if as_json:
         print_json(results)
         return
-    console = Console()
-    show_accuracies(results, console)
-    say(console, map(_checked, evaluation.checks.values()))
+    show(accuracy_page(results, map(_checked, evaluation.checks.values())))
 
 
 def _checked(check: MaskingCheck) -> str:
-    """Say what the masking check found."""
     found = {radius: percent(tally.correct / max(tally.samples, 1)) for radius, tally in check.found.items()}
     larger = ", ".join(f"{value} with {radius:g}" for radius, value in found.items() if radius != check.radius)
     return (
@@ -112,7 +110,9 @@ def export_command(
         f"Its input: images in [0, 1], normalised with mean {mean} and std {std}.",
         "Both are in the file's metadata.",
     )
-    say(Console(), lines)
+    console = Console()
+    for line in lines:
+        say(console, line, wrap=True)
 
 
 def _open(path: Path) -> Run:

@@ -1,19 +1,18 @@
 """`fedprophet fleet`: look at device pools and at the fleets drawn from them."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import numpy as np
 import typer
 
-from fedprophet.cli.options import print_json
+from fedprophet.cli.options import print_result
+from fedprophet.config.load import parse_config
 from fedprophet.display.numbers import percent
-from fedprophet.display.tables import Column, Page, Table, show
-from fedprophet.fleet.availability import SHARES, Availability, device_probabilities, draw_device
-from fedprophet.fleet.device import POOLS, Device, Pool, load_pool, pool_text
-from fedprophet.messages.values import Resources
+from fedprophet.display.tables import Column, Page, Table
+from fedprophet.fleet.availability import SHARES, FleetSettings, device_probabilities, draw_device
+from fedprophet.fleet.device import POOLS, Pool, load_pool, pool_text
 from fedprophet.sizes import format_count, format_size, parse_size
 
 fleet_app = typer.Typer(
@@ -21,19 +20,6 @@ fleet_app = typer.Typer(
 )
 QUANTILES = {"lowest": 0.0, "10%": 0.1, "25%": 0.25, "median": 0.5, "75%": 0.75, "90%": 0.9, "highest": 1.0}
 ROUND = 1
-
-
-@dataclass(frozen=True)
-class Sample:
-    """How many clients have which device, and what is available on each client in the first round."""
-
-    clients: Mapping[Device, int]
-    available: Sequence[Resources]
-
-    def quantiles(self, what: str) -> dict[str, float]:
-        """Return the quantiles of the available memory in bytes or performance in FLOP/s."""
-        values = [getattr(resources, what) for resources in self.available]
-        return {name: float(np.quantile(values, share)) for name, share in QUANTILES.items()}
 
 
 @fleet_app.callback()
@@ -67,33 +53,26 @@ def show_command(
         typer.echo(pool_text(pool), nl=False)
         return
     minimum = 0 if budget is None else parse_size(budget)
-    sample = _draw(found, clients, exponent, seed, Availability(performance), minimum)
-    settings = {
+    config = parse_config({"fleet": {"performance": performance}}, "--performance")
+    document = _document(found, clients, exponent, seed, config.fleet, minimum)
+    print_result(document, _page(document), json_)
+
+
+def _document(
+    pool: Pool, clients: int, exponent: float, seed: int, fleet: FleetSettings, budget: int
+) -> dict[str, Any]:
+    drawn = [draw_device(pool, seed, client, exponent) for client in range(clients)]
+    available = [fleet.resources(device, seed, ROUND, client, budget) for client, device in enumerate(drawn)]
+    counts, probabilities = Counter(drawn), device_probabilities(pool, exponent).tolist()
+    return {
+        "pool": pool.name,
+        "description": pool.description,
         "exponent": exponent,
         "seed": seed,
         "round": ROUND,
         "clients": clients,
-        "performance": performance,
-        "budget_bytes": minimum,
-    }
-    if json_:
-        print_json(_document(found, settings, sample))
-    else:
-        show(_page(found, settings, sample))
-
-
-def _draw(pool: Pool, clients: int, exponent: float, seed: int, availability: Availability, minimum: int) -> Sample:
-    devices = [draw_device(pool, seed, client, exponent) for client in range(clients)]
-    available = [availability.resources(device, seed, ROUND, client, minimum) for client, device in enumerate(devices)]
-    return Sample(Counter(devices), available)
-
-
-def _document(pool: Pool, settings: dict[str, Any], sample: Sample) -> dict[str, Any]:
-    probabilities = device_probabilities(pool, settings["exponent"]).tolist()
-    return {
-        "pool": pool.name,
-        "description": pool.description,
-        **settings,
+        "performance": fleet.performance,
+        "budget_bytes": budget,
         "devices": [
             {
                 "name": device.name,
@@ -101,42 +80,46 @@ def _document(pool: Pool, settings: dict[str, Any], sample: Sample) -> dict[str,
                 "memory_bytes": device.memory,
                 "bandwidth": device.bandwidth,
                 "probability": probability,
-                "clients": sample.clients[device],
+                "clients": counts[device],
             }
             for device, probability in zip(pool.devices, probabilities, strict=True)
         ],
-        "available": {"memory_bytes": sample.quantiles("memory"), "performance": sample.quantiles("performance")},
+        "available": {
+            "memory_bytes": _quantiles([resources.memory for resources in available]),
+            "performance": _quantiles([resources.performance for resources in available]),
+        },
     }
 
 
-def _page(pool: Pool, settings: dict[str, Any], sample: Sample) -> Page:
-    exponent, budget = settings["exponent"], settings["budget_bytes"]
-    columns = (
-        Column("Device"),
-        Column("Performance", form=_flops),
-        Column("Memory", form=format_size),
-        Column("Storage", form=lambda rate: f"{format_size(round(rate))}/s"),
-        Column("Probability", form=percent),
-        Column("Clients"),
-    )
-    devices = (
-        (device.name, device.performance, device.memory, device.bandwidth, probability, sample.clients[device])
-        for device, probability in zip(pool.devices, device_probabilities(pool, exponent), strict=True)
-    )
-    performance, memory = sample.quantiles("performance"), sample.quantiles("memory")
-    free = tuple((name, performance[name], memory[name]) for name in QUANTILES)
+def _quantiles(values: Sequence[float]) -> dict[str, float]:
+    return {name: float(np.quantile(values, share)) for name, share in QUANTILES.items()}
+
+
+def _page(found: dict[str, Any]) -> Page:
+    columns = {
+        "name": Column("Device"),
+        "performance": Column("Performance", form=_flops),
+        "memory_bytes": Column("Memory", form=format_size),
+        "bandwidth": Column("Storage", form=lambda rate: f"{_size(rate)}/s"),
+        "probability": Column("Probability", form=percent),
+        "clients": Column("Clients"),
+    }
+    devices = tuple(tuple(device[key] for key in columns) for device in found["devices"])
+    performance, memory = found["available"]["performance"], found["available"]["memory_bytes"]
     quantiles = (Column("Quantile"), Column("Performance", form=_flops), Column("Memory", form=_size))
+    free = tuple((name, performance[name], memory[name]) for name in QUANTILES)
+    budget = f"budget {format_size(found['budget_bytes'])}" if found["budget_bytes"] else "no budget"
     draw = (
-        f"Drawn with seed {settings['seed']} for round {settings['round']}, exponent {exponent:g}, "
-        f"performance {settings['performance']}, {f'budget {format_size(budget)}' if budget else 'no budget'}."
+        f"Drawn with seed {found['seed']} for round {found['round']}, exponent {found['exponent']:g}, "
+        f"performance {found['performance']}, {budget}."
     )
     return Page(
-        f"Device pool {pool.name}, exponent {exponent:g}",
+        f"Device pool {found['pool']}, exponent {found['exponent']:g}",
         (
-            Table("Devices", columns, tuple(devices)),
-            Table(f"Available on {len(sample.available)} clients", quantiles, free),
+            Table("Devices", tuple(columns.values()), devices),
+            Table(f"Available on {found['clients']} clients", quantiles, free),
         ),
-        notes=(*([pool.description] if pool.description else []), draw),
+        notes=(*([found["description"]] if found["description"] else []), draw),
     )
 
 

@@ -19,7 +19,6 @@ class PlainCommand(TyperCommand):
         """Write nothing: `format_options` writes the arguments too."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the arguments and the options."""
         declared = get_params_from_function(inspect.unwrap(self.callback)) if self.callback else {}
         parameters = self.get_params(ctx)
         for parameter in parameters:

@@ -41,17 +41,14 @@ def latency_command(
     workload = workload_of(model_cost(model, input_, classes, batch, optimizer))
     time = local_time(workload, resources, [batch] * batches, attack_steps)
     if json_:
-        print_json(
-            {"computation_s": time.computation, "access_s": time.access, "total_s": time.total, "fits": time.fits}
-        )
+        seconds = {"computation_s": time.computation, "access_s": time.access, "total_s": time.total}
+        print_json({**seconds, "fits": time.fits})
         return
     plain = local_time(workload, resources, [batch] * batches, 0)
     attack = Time(time.computation - plain.computation, time.access - plain.access, time.fits)
     parts = {"training steps": plain, f"attack, {attack_steps} steps per batch": attack, "together": time}
-    columns = (
-        Column("Seconds"),
-        *(Column(name, form="{:.2f}".format) for name in ("Computation", "Data access", "Total")),
-    )
+    names = ("Computation", "Storage access", "Total")
+    columns = (Column("Seconds"), *(Column(name, form="{:.2f}".format) for name in names))
     rows = tuple((label, part.computation, part.access, part.total) for label, part in parts.items())
     notes = _explanation(workload, resources, attack_steps)
     show(Page(f"{model}, {batches} batches of {batch}", (Table("", columns, rows),), notes=notes))
@@ -75,12 +72,7 @@ def _explanation(workload: Workload, resources: Resources, attack_steps: int) ->
     if attack_steps:
         needs["an attack step"] = workload.attack_bytes(workload.batch)
     available = format_size(resources.memory, 2)
+    verdicts = {True: f"it fits into {available}", False: f"it does not fit into {available} and is swapped"}
     return tuple(
-        f"{step} takes {format_size(need, 2)}: "
-        + (
-            f"it fits into {available}"
-            if need <= resources.memory
-            else f"it does not fit into {available} and is swapped"
-        )
-        for step, need in needs.items()
+        f"{step} takes {format_size(need, 2)}: {verdicts[need <= resources.memory]}" for step, need in needs.items()
     )

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from fedprophet.cascade.atoms import chain_of
 from fedprophet.cascade.cost import COPIES, ChainCost, cost_of
+from fedprophet.display.tables import Page, show
 from fedprophet.errors import ConfigError, unknown
 from fedprophet.models import MODELS, build
 from fedprophet.sizes import parse_shape
@@ -31,8 +32,15 @@ Optimizer = Annotated[str, typer.Option(help=f"The clients' optimizer: {', '.joi
 
 
 def print_json(document: Any) -> None:
-    """Print a document as JSON."""
     typer.echo(json.dumps(document, indent=2))
+
+
+def print_result(document: Any, page: Page, as_json: bool) -> None:
+    """Print a document as JSON, or as the page of it that people read."""
+    if as_json:
+        print_json(document)
+    else:
+        show(page)
 
 
 def print_listing(entries: Mapping[str, str], as_json: bool) -> None:
@@ -55,7 +63,6 @@ def with_method(overrides: list[str] | None, **short: str | None) -> list[str]:
 
 
 def model_cost(model: str, shape: str, classes: int, batch: int, optimizer: str) -> ChainCost:
-    """Return the cost of training a model."""
     if optimizer not in COPIES:
         raise ConfigError(f"--optimizer: {unknown('optimizer', optimizer, COPIES)}")
     size = parse_shape(shape)
@@ -64,8 +71,10 @@ def model_cost(model: str, shape: str, classes: int, batch: int, optimizer: str)
     return cost_of(chain, size, batch, classes, COPIES[optimizer])
 
 
-def open_folder(folder: Path) -> None:
-    """Create the folder of --out and check that it can be written to, before the work for it is done."""
+def open_folder(folder: Path | None) -> None:
+    """Create the folder of --out, if given, and check that it can be written to before the work for it is done."""
+    if folder is None:
+        return
     try:
         make_folder(folder)
         with TemporaryFile(dir=folder):

@@ -6,9 +6,9 @@ import typer
 
 from fedprophet.cascade.cost import ChainCost
 from fedprophet.cascade.partition import Module, partition
-from fedprophet.cli.options import Batch, Classes, InputShape, ModelName, Optimizer, model_cost, print_json
+from fedprophet.cli.options import Batch, Classes, InputShape, ModelName, Optimizer, model_cost, print_result
 from fedprophet.display.numbers import counted, percent
-from fedprophet.display.tables import Column, Page, Table, show
+from fedprophet.display.tables import Column, Page, Table
 from fedprophet.sizes import format_count, format_size, parse_budget
 
 
@@ -28,10 +28,8 @@ def partition_command(
     cost = model_cost(model, input_, classes, batch, optimizer)
     bytes_ = parse_budget(budget, cost.total_memory)
     modules = partition(cost, bytes_)
-    if json_:
-        print_json(_document(model, cost, bytes_, modules))
-    else:
-        show(_page(model, cost, bytes_, modules))
+    document = _document(model, cost, bytes_, modules)
+    print_result(document, _page(document, batch), json_)
 
 
 def _document(model: str, cost: ChainCost, budget: int, modules: tuple[Module, ...]) -> dict[str, Any]:
@@ -45,7 +43,7 @@ def _document(model: str, cost: ChainCost, budget: int, modules: tuple[Module, .
             {
                 "index": module.index + 1,
                 "atoms": [atom.name for atom in cost.atoms[module.first : module.last]],
-                "layers": _layers(cost, module),
+                "layers": [layer for atom in cost.atoms[module.first : module.last] for layer in atom.layers],
                 "memory_bytes": module.memory,
                 "flops": module.flops,
                 "parameters": module.parameters,
@@ -55,27 +53,24 @@ def _document(model: str, cost: ChainCost, budget: int, modules: tuple[Module, .
     }
 
 
-def _layers(cost: ChainCost, module: Module) -> list[str]:
-    return [layer for atom in cost.atoms[module.first : module.last] for layer in atom.layers]
-
-
-def _page(model: str, cost: ChainCost, budget: int, modules: tuple[Module, ...]) -> Page:
-    columns = (
-        Column("Module"),
-        Column("Layers", form=", ".join, words=True),
-        Column("Memory", form=_size),
-        Column("of budget", form=percent),
-        Column("FLOPs", form=format_count),
-        Column("Parameters", form=format_count),
+def _page(found: dict[str, Any], batch: int) -> Page:
+    budget, whole = found["budget_bytes"], found["total_memory_bytes"]
+    columns = {
+        "index": Column("Module"),
+        "layers": Column("Layers", form=", ".join, words=True),
+        "memory_bytes": Column("Memory", form=_size),
+        "of_budget": Column("of budget", form=percent),
+        "flops": Column("FLOPs", form=format_count),
+        "parameters": Column("Parameters", form=format_count),
+    }
+    modules = ({**module, "of_budget": module["memory_bytes"] / budget} for module in found["modules"])
+    rows = tuple(tuple(module[key] for key in columns) for module in modules)
+    note = (
+        f"whole model {_size(whole)}, budget {percent(budget / whole)} of it, {counted(len(rows), 'module')}, "
+        f"{format_count(found['total_flops'])} FLOPs, {format_count(found['parameters'])} parameters"
     )
-    rows = ((m.index + 1, _layers(cost, m), m.memory, m.memory / budget, m.flops, m.parameters) for m in modules)
-    whole = (
-        f"whole model {_size(cost.total_memory)}, budget {percent(budget / cost.total_memory)} of it, "
-        f"{counted(len(modules), 'module')}, {format_count(cost.total_flops)} FLOPs, "
-        f"{format_count(cost.total_parameters)} parameters"
-    )
-    title = f"{model}, batch {cost.batch}, budget {_size(budget)}"
-    return Page(title, (Table("", columns, tuple(rows)),), notes=(whole,))
+    title = f"{found['model']}, batch {batch}, budget {_size(budget)}"
+    return Page(title, (Table("", tuple(columns.values()), rows),), notes=(note,))
 
 
 def _size(size: int) -> str:

@@ -8,9 +8,10 @@ import typer
 from rich.console import Console
 
 from fedprophet.cli.options import MethodName, Overrides, print_json, with_method
+from fedprophet.config.choices import engines
 from fedprophet.config.load import load_config
 from fedprophet.display.progress import observer_for
-from fedprophet.display.summary import closing_table
+from fedprophet.display.summary import show_results
 from fedprophet.errors import ConfigError
 from fedprophet.runs.play import play
 from fedprophet.runs.run import Run, reopen, start
@@ -20,9 +21,7 @@ def train_command(
     preset: Annotated[str | None, typer.Argument(help="A preset's name or a TOML file. Default: digits.")] = None,
     settings: Overrides = None,
     method: MethodName = None,
-    engine: Annotated[
-        str | None, typer.Option(help="Short for --set engine=…: auto, plain, workers, cuda or flower-sim.")
-    ] = None,
+    engine: Annotated[str | None, typer.Option(help=f"Short for --set engine=…: {', '.join(engines())}.")] = None,
     out: Annotated[Path | None, typer.Option(help="The run's folder. Default: runs/NAME here.")] = None,
     resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Resume a run that was stopped.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the closing summary as JSON.")] = False,
@@ -51,7 +50,7 @@ def train_command(
     if json_:
         print_json(results)
     else:
-        closing_table(results, run.files.path, Console())
+        show_results(results, run.files.path, Console())
 
 
 def _open(preset: str | None, overrides: list[str], out: Path | None, resume: Path | None) -> Run:

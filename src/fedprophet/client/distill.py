@@ -1,21 +1,13 @@
-"""Knowledge distillation on public samples: what a model predicts there, and learning from others' predictions."""
+"""Knowledge distillation on public samples: learning what other models predict there."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fedprophet.client.part import ModelPart
 from fedprophet.client.trainer import descend
 from fedprophet.data.dataset import LocalExamples
-from fedprophet.messages.tasks import Distill, Predict
+from fedprophet.messages.tasks import Distill
 from fedprophet.randomness import key, seed_global
-
-
-def predict(task: Predict, part: ModelPart, examples: LocalExamples) -> Tensor:
-    """Return the class scores of every sample."""
-    with torch.no_grad(), part.still():
-        batches = torch.split(torch.arange(len(examples)), task.batch)
-        return torch.cat([part.logits(part.take(examples.fetch(batch))) for batch in batches])
 
 
 def distill(task: Distill, part: ModelPart, examples: LocalExamples) -> float:

@@ -18,36 +18,34 @@ class FeatureCache:
     to leave the disk is computed again when it is asked for. Nothing outlives the process.
     """
 
-    def __init__(self, memory_limit: int, disk_limit: int) -> None:
-        self._limits = memory_limit, disk_limit
-        self._memory: BoundedCache[Hashable, Tensor] = BoundedCache(memory_limit, lambda f: f.nbytes, self._spill)
-        self._disk: BoundedCache[Hashable, tuple[Path, int]] = BoundedCache(
+    def __init__(self, memory_limit: float, disk_limit: float) -> None:
+        self.memory: BoundedCache[Hashable, Tensor] = BoundedCache(memory_limit, lambda f: f.nbytes, self._spill)
+        self.disk: BoundedCache[Hashable, tuple[Path, int]] = BoundedCache(
             disk_limit, lambda file: file[1], lambda _, file: file[0].unlink()
         )
         self._folder: Path | None = None
         self._written = 0
 
     def share(self, parts: int) -> "FeatureCache":
-        """Return an empty cache with a part of this one's limits, for one of so many processes."""
-        memory_limit, disk_limit = self._limits
-        return FeatureCache(memory_limit // parts, disk_limit // parts)
+        """Return an empty cache for one of `parts` processes, with an equal share of this one's limits."""
+        return FeatureCache(self.memory.limit // parts, self.disk.limit // parts)
 
     def get(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
         """Return the features of a key, from memory, from disk, or computed now."""
-        features = self._memory.get(key)
+        features = self.memory.get(key)
         if features is None:
-            file = self._disk.pop(key)
+            file = self.disk.pop(key)
             if file is None:
                 features = compute()
             else:
                 features = load_file(file[0])["features"]
                 file[0].unlink()
-            self._memory.put(key, features)
+            self.memory.put(key, features)
         return features
 
     def _spill(self, key: Hashable, features: Tensor) -> None:
         """Move features to the disk. If it is full nothing is lost: they are computed again."""
-        if features.nbytes > self._disk.limit:
+        if features.nbytes > self.disk.limit:
             return
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="fedprophet-features-"))
@@ -58,22 +56,12 @@ class FeatureCache:
         except OSError:
             path.unlink(missing_ok=True)
         else:
-            self._disk.put(key, (path, features.nbytes))
-
-    @property
-    def memory_bytes(self) -> int:
-        """How much is held in memory."""
-        return self._memory.size
-
-    @property
-    def disk_bytes(self) -> int:
-        """How much is held on disk."""
-        return self._disk.size
+            self.disk.put(key, (path, features.nbytes))
 
     def clear(self) -> None:
         """Forget everything and remove what is on disk."""
-        self._memory.clear()
-        self._disk.clear()
+        self.memory.clear()
+        self.disk.clear()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None

@@ -3,11 +3,13 @@
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedprophet.cascade.atoms import Chain
 from fedprophet.cascade.heads import Head
+from fedprophet.data.dataset import LocalExamples
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,12 @@ class ModelPart:
             return F.cross_entropy(features, labels, reduction="none")
         task_loss = F.cross_entropy(self.head(features), labels, reduction="none")
         return task_loss + 0.5 * strong_convexity * features.flatten(1).square().sum(dim=1)
+
+    def run_over(self, examples: LocalExamples, batch: int) -> Tensor:
+        """Return z_m of every sample, in evaluation mode, `batch` samples at a time."""
+        with torch.no_grad(), self.still():
+            batches = torch.split(torch.arange(len(examples)), batch)
+            return torch.cat([self.features(self.take(examples.fetch(positions))) for positions in batches])
 
     def parameters(self) -> list[nn.Parameter]:
         """Return what training changes: the atoms' parameters, norm layers included, and the head's."""

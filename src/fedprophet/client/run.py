@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedprophet.cascade.heads import build_head
-from fedprophet.client.distill import distill, predict
+from fedprophet.client.distill import distill
 from fedprophet.client.job import Client, Job
 from fedprophet.client.measure import evaluate, perturbation_magnitude
 from fedprophet.client.part import ModelPart
@@ -54,12 +54,12 @@ def _train(task: Train, job: Job[Train]) -> Trained:
     chain = workspace.chain
     inputs, labels = _inputs(job, workspace), job.client.data.train.labels.to(workspace.device)
     part = _part(task, workspace, task.first, inputs[:1])
-    both = TwoSets(chain, job.own) if job.two_statistics else None
-    loss = train(task, part, inputs, labels, both.observe if both else None)
+    sets = TwoSets(chain, job.own) if job.two_statistics else None
+    loss = train(task, part, inputs, labels, sets.observe if sets else None)
     trained = workspace.values(chain.shared(task.first, task.last))
     if part.head is not None:
         trained |= {f"heads.{task.head}.{name}": p.detach().clone() for name, p in part.head.named_parameters()}
-    local = workspace.values(chain.local(task.first, task.last)) | (both.kept() if both else {})
+    local = workspace.values(chain.local(task.first, task.last)) | (sets.both() if sets else {})
     return job.trained(loss, trained, local, finite=_finite(trained) and _finite(local))
 
 
@@ -89,7 +89,7 @@ def _measure(task: Measure, job: Job[Measure]) -> Measured:
 def _predict(task: Predict, job: Job[Predict]) -> Predicted:
     """Run a model that the server holds on the public samples, which are what the server may train on."""
     part = _loaded(job).part(task.first, task.last)
-    return Predicted(**job.header, logits=predict(task, part, job.client.data.train))
+    return Predicted(**job.header, logits=part.run_over(job.client.data.train, task.batch))
 
 
 @_run.register
@@ -110,17 +110,10 @@ def _loaded(job: Job[ModelTask]) -> Workspace:
 def _inputs(job: Job[ModelTask], workspace: Workspace) -> Tensor:
     """Return what atom `first` reads for each training sample: images, or the cached features of the frozen prefix."""
     examples = job.client.data.train
-    everything = torch.arange(len(examples))
     prefix = workspace.part(0, job.task.first)
     if not job.task.frozen:
-        return prefix.take(examples.fetch(everything))
-
-    def compute() -> Tensor:
-        with torch.no_grad(), prefix.still():
-            parts = torch.split(everything, job.task.batch)
-            return torch.cat([prefix.features(prefix.take(examples.fetch(part))) for part in parts])
-
-    return prefix.take(workspace.features.get(job.features_key, compute))
+        return prefix.take(examples.fetch(torch.arange(len(examples))))
+    return prefix.take(workspace.features.get(job.features_key, lambda: prefix.run_over(examples, job.task.batch)))
 
 
 def _part(task: ModelTask, workspace: Workspace, first: int, probe: Tensor) -> ModelPart:

@@ -48,7 +48,7 @@ class TwoSets:
             part.features(x)
         self._swap()
 
-    def kept(self) -> dict[str, Tensor]:
+    def both(self) -> dict[str, Tensor]:
         """Return both sets under the names that a client stores them with."""
         return {**self._aside, **{ADVERSARIAL + name: value for name, value in self._live().items()}}
 

@@ -20,26 +20,25 @@ class NarrowLayers:
 
     full: LocalLayers
     channels: Channels
-    kept: Kept
+    kept_channels: Kept
     initial: Mapping[str, Tensor]
     """The full model's layers of a client that has not trained yet."""
 
     def get(self, architecture: str, client: int, timeline: Timeline, before: int) -> Mapping[str, Tensor] | None:
-        """Return the kept part of the newest layers."""
         own = self.full.get(architecture, client, timeline, before)
-        return None if own is None else slice_state(self.channels, self.kept, own)
+        return None if own is None else slice_state(self.channels, self.kept_channels, own)
 
     def put(
         self, architecture: str, client: int, round: int, tensors: Mapping[str, Tensor], timeline: Timeline
     ) -> None:
-        """Write the kept part into the layers that the client had before this round."""
+        """Write the sub-network's part into the layers that the client had before this round."""
         own = self.full.get(architecture, client, timeline, round) or {}
-        merged = merge_local(self.channels, self.kept, {**self.initial, **own}, tensors)
+        merged = merge_local(self.channels, self.kept_channels, {**self.initial, **own}, tensors)
         self.full.put(architecture, client, round, merged, timeline)
 
 
-def narrowed(workspace: Workspace, kept: Kept) -> Workspace:
+def narrowed(workspace: Workspace, kept_channels: Kept) -> Workspace:
     """Return the workspace of a sub-network: its model is built with the kept channels, nothing is masked."""
-    narrow = replace(workspace, chain=narrow_chain(workspace.chain, workspace.channels, kept))
+    narrow = replace(workspace, chain=narrow_chain(workspace.chain, workspace.channels, kept_channels))
     narrow.run_by(workspace.plan)
     return narrow

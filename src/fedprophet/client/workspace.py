@@ -41,7 +41,7 @@ class Workspace:
     """A chain that tasks are loaded into one after the other, and the stores that they read and write.
 
     `input_shape` is that of one image. `initial` are the local layers of a client that has not trained yet. `loaded`
-    remembers which fixed module each atom holds, so that a frozen prefix is not copied again for every task.
+    remembers which frozen module each atom holds, so that a frozen prefix is not copied again for every task.
 
     An engine may bring a plan of its own: the same model, computed in another way.
     """
@@ -73,10 +73,6 @@ class Workspace:
     def device(self) -> torch.device:
         """Where the model is: data and parameters are brought there."""
         return self.chain.device
-
-    def to(self, device: torch.device) -> None:
-        """Move the model. What tasks bring is copied there when it is loaded."""
-        self.chain.model.to(device)
 
     @cached_property
     def channels(self) -> Channels:

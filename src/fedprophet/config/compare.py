@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from fedprophet.config.config import Config
+from fedprophet.config.load import merged
 from fedprophet.config.renamed import with_new_names
 from fedprophet.settings.toml import shown
 
@@ -22,15 +23,7 @@ def differences(
 
 def completed(stored: Mapping[str, Any]) -> dict[str, Any]:
     """Return a stored configuration of any version; keys that did not exist then have their defaults."""
-
-    def over(defaults: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, Any]:
-        merged = {**defaults, **table}
-        for name, value in defaults.items():
-            if isinstance(value, Mapping) and isinstance(table.get(name), Mapping):
-                merged[name] = over(value, table[name])
-        return merged
-
-    return over(Config().model_dump(), with_new_names(stored))
+    return merged(Config().model_dump(), with_new_names(stored))
 
 
 def _flat(table: Config | Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

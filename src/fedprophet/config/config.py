@@ -24,7 +24,7 @@ from fedprophet.config.sections import (
 )
 from fedprophet.data.registry import DataSettings
 from fedprophet.data.shards import ShardSettings
-from fedprophet.fleet.settings import FleetSettings
+from fedprophet.fleet.availability import FleetSettings
 from fedprophet.models.registry import ModelSettings
 from fedprophet.settings.section import Section, registered_sections
 from fedprophet.settings.values import OneOf, share_of

@@ -4,7 +4,6 @@ import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
@@ -21,16 +20,12 @@ PER_METHOD = "methods"
 
 
 def _preset_texts() -> dict[str, str]:
-    files = resources.files("fedprophet.presets").iterdir()
-    return {f.name.removesuffix(".toml"): f.read_text("utf-8") for f in files if f.name.endswith(".toml")}
+    files = [file for file in resources.files("fedprophet.presets").iterdir() if file.name.endswith(".toml")]
+    return dict(sorted((file.name.removesuffix(".toml"), file.read_text("utf-8")) for file in files))
 
 
-def _first_comment(text: str) -> str:
-    return next((line[1:].strip() for line in text.splitlines() if line.startswith("#")), "")
-
-
-PRESETS: Mapping[str, str] = MappingProxyType({n: _first_comment(t) for n, t in sorted(_preset_texts().items())})
-"""Name and one-line description of every preset that ships."""
+PRESETS: Mapping[str, str] = {name: text.partition("\n")[0].lstrip("# ") for name, text in _preset_texts().items()}
+"""Name and one-line description of every preset that ships: the first line of its file."""
 
 
 def load_config(source: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -59,15 +54,13 @@ def _validated(data: Mapping[str, Any], place: str, overridden: Collection[str] 
 
 def _for_method(data: Mapping[str, Any], place: str, method: object = None) -> dict[str, Any]:
     """Return a table in which the settings for single methods are replaced by those for the run's method."""
-    rest = with_new_names({key: value for key, value in data.items() if key != PER_METHOD})
-    if PER_METHOD not in data:
-        return rest
-    tables = data[PER_METHOD]
+    rest = with_new_names(data)
+    tables = rest.pop(PER_METHOD, {})
     problems = list(_method_problems(tables, place))
     if problems:
         raise ConfigError("\n".join(problems))
     chosen = rest.get("method", Config.model_fields["method"].default) if method is None else method
-    return _merged(rest, with_new_names(tables.get(chosen, {})) if isinstance(chosen, str) else {})
+    return merged(rest, with_new_names(tables.get(chosen, {})) if isinstance(chosen, str) else {})
 
 
 def _method_problems(tables: object, place: str) -> Iterator[str]:
@@ -98,13 +91,13 @@ def _key_problems(table: Mapping[str, Any], place: str) -> Iterator[str]:
             yield from explain(error, model, table, place, ())
 
 
-def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a nested table with the values of both; where both have one, that of `above`."""
+def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a nested table with the values of both; if both have one, that of `above`."""
     result = dict(below)
     for key, value in above.items():
         under = result.get(key)
         if isinstance(value, Mapping):
-            value = _merged(under if isinstance(under, Mapping) else {}, value)
+            value = merged(under if isinstance(under, Mapping) else {}, value)
         result[key] = value
     return result
 

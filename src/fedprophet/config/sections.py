@@ -61,7 +61,7 @@ class TrainSettings(Section):
 
     @property
     def copies(self) -> int:
-        """How many tensors of a parameter's size training holds: parameter, gradient, and momentum where it is used."""
+        """How many tensors of a parameter's size training holds: parameter, gradient, and momentum if it is used."""
         return 3 if self.momentum > 0 else 2
 
     def conflicts(self, config: Any) -> Iterator[str]:

@@ -39,8 +39,8 @@ def get(root: Path) -> str:
     there = _find(root)
     if there is not None:
         return f"caltech256 is there already: {there}"
-    otherwise = f"Without a network: put the folder {FOLDER} in {root}, or {ARCHIVE.name} and run this again"
-    archive = fetch(ARCHIVE, root, otherwise)
+    offline = f"Without a network: put the folder {FOLDER} in {root}, or {ARCHIVE.name} and run this again"
+    archive = fetch(ARCHIVE, root, offline)
     unpacked = unpack(archive, root, FOLDER)
     return f"fetched, verified and unpacked into {unpacked}; {archive} is not needed any more"
 
@@ -72,12 +72,12 @@ def _find(root: Path) -> Path | None:
 
 
 def _problems(tree: Tree) -> list[str]:
-    problems = []
-    if len(tree.classes) != CLASSES:
-        problems.append(f"{tree.root} holds {len(tree.classes)} classes besides the clutter, not {CLASSES}")
-    if len(tree.files) != IMAGES:
-        problems.append(f"{tree.root} holds {len(tree.files)} images besides the clutter, not {IMAGES}")
-    return problems
+    counts = (("classes", len(tree.classes), CLASSES), ("images", len(tree.files), IMAGES))
+    return [
+        f"{tree.root} holds {found} {what} besides the clutter, not {published}"
+        for what, found, published in counts
+        if found != published
+    ]
 
 
 def _advice(root: Path) -> str:

@@ -66,8 +66,8 @@ def get(root: Path) -> str:
     contents = _find(root)
     if contents is not None and not contents.problems:
         return f"cifar10 is there already: {contents.place}"
-    otherwise = f"Without a network: put {ARCHIVE.name} or the folder {FOLDER} of the binary version in {root}"
-    return f"fetched and verified {fetch(ARCHIVE, root, otherwise)}; it is read as it is, there is nothing to unpack"
+    offline = f"Without a network: put {ARCHIVE.name} or the folder {FOLDER} of the binary version in {root}"
+    return f"fetched and verified {fetch(ARCHIVE, root, offline)}; it is read as it is, there is nothing to unpack"
 
 
 @dataset("cifar10", "CIFAR-10: 60,000 images of 3×32×32, 10 classes", check=check, get=get)

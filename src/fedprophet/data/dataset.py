@@ -1,4 +1,4 @@
-"""Datasets: labelled images in [0, 1] that are fetched by index, and the ways to bring one's own."""
+"""Datasets: labelled images in [0, 1] that are fetched by index, and ways to bring your own."""
 
 import hashlib
 import operator
@@ -33,14 +33,14 @@ class Examples(Protocol):
 
 
 class MapStyle(Protocol):
-    """What is asked of a foreign dataset: a length, and the same `(image, label)` each time it is indexed."""
+    """What a dataset from elsewhere needs: a length, and the same `(image, label)` each time it is indexed."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Any: ...
 
 
 class _Labelled:
-    """What all examples have whose labels lie in memory."""
+    """Examples whose labels are in memory."""
 
     _labels: Tensor
 
@@ -53,7 +53,7 @@ class _Labelled:
 
 
 class TensorExamples(_Labelled):
-    """Images that lie in memory; uint8 stays uint8 there and becomes value / 255 when it is fetched."""
+    """Images in memory; uint8 stays uint8 there and becomes value / 255 when it is fetched."""
 
     def __init__(self, images: Tensor | npt.NDArray[Any], labels: Labels) -> None:
         stored = torch.as_tensor(images).detach().cpu()
@@ -75,7 +75,7 @@ class MapExamples(_Labelled):
     """Any map-style dataset of `(image, label)`: labels are read once, images on demand.
 
     A tensor is taken channels first, a picture height × width (× channels); both without channels get one. An array of
-    three axes counts as channels first only where its first axis, and not its last, has one to four entries.
+    three axes counts as channels first only if its first axis, and not its last, has one to four entries.
     """
 
     def __init__(self, dataset: MapStyle) -> None:
@@ -117,7 +117,7 @@ class LocalExamples(_Labelled):
 
 
 class JoinedExamples(_Labelled):
-    """Two sets of examples as one, the second behind the first."""
+    """Two sets of examples as one, the second after the first."""
 
     def __init__(self, first: Examples, second: Examples) -> None:
         self._first, self._second = first, second
@@ -229,8 +229,12 @@ def _statistics(examples: Examples) -> tuple[tuple[float, ...], tuple[float, ...
         count += values.shape[1]
         total = total + values.sum(axis=1)
         squares = squares + np.square(values).sum(axis=1)
-    mean = np.asarray(total) / count
-    std = np.sqrt(np.maximum(np.asarray(squares) / count - np.square(mean), 0.0))
+    return mean_and_std(np.asarray(total) / count, np.asarray(squares) / count)
+
+
+def mean_and_std(mean: npt.NDArray[Any], squares: npt.NDArray[Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return each channel's mean and standard deviation from its mean and its mean square."""
+    std = np.sqrt(np.maximum(squares - np.square(mean), 0.0))
     return tuple(mean.tolist()), tuple(np.where(std < 1e-6, 1.0, std).tolist())
 
 
@@ -288,7 +292,7 @@ def _label(dataset: MapStyle, index: int) -> int:
 
 
 def _declared_labels(dataset: MapStyle) -> npt.NDArray[Any] | None:
-    """Return the labels that a dataset keeps in a list, which spares reading every image; None where it has none.
+    """Return the labels that a dataset keeps in a list, which spares reading every image; None if it has none.
 
     A list that a transform of the targets contradicts is no use: some positions are compared with what is returned.
     """
@@ -313,14 +317,10 @@ def _image(value: Any, index: int) -> Tensor:
         array = np.asarray(value)
         if array.dtype.kind not in "buif":
             raise DataError(f"image {index} is a {type(value).__name__}, neither a tensor nor an array of numbers")
-        channels_first = isinstance(value, np.ndarray) and array.ndim == 3 and _channels_lead(array.shape)
-        if array.ndim == 3 and not channels_first:
-            array = np.moveaxis(array, 2, 0)
+        if array.ndim == 3:
+            channels_lead = array.shape[0] in _CHANNELS and array.shape[-1] not in _CHANNELS
+            array = array if isinstance(value, np.ndarray) and channels_lead else np.moveaxis(array, 2, 0)
         image = torch.from_numpy(np.array(array))
     if image.ndim == 0:
         raise DataError(f"image {index} is a single number")
     return _unit_range(image.unsqueeze(0) if image.ndim == 2 else image, f"image {index}")
-
-
-def _channels_lead(shape: tuple[int, ...]) -> bool:
-    return shape[0] in _CHANNELS and shape[-1] not in _CHANNELS

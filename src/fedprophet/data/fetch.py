@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 from urllib.error import HTTPError
@@ -23,8 +24,6 @@ from fedprophet.version import __version__
 TIMEOUT = 30.0
 """Seconds without an answer after which a connection counts as dead."""
 _CHUNK = 1 << 18
-_RANGE_NOT_SATISFIABLE = 416
-_PARTIAL_CONTENT = 206
 
 logger = logging.getLogger(__name__)
 
@@ -44,17 +43,17 @@ class Remote:
 
 
 def cache_home() -> Path:
-    """Return the user's own folder for what is fetched once: FEDPROPHET_CACHE, or where the system keeps caches."""
+    """Return the user's own folder for what is fetched once: FEDPROPHET_CACHE, or the system's place for caches."""
     if given := os.environ.get("FEDPROPHET_CACHE"):
         return Path(given).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "fedprophet"
 
 
-def fetch(remote: Remote, folder: Path, otherwise: str) -> Path:
-    """Return a published file in `folder`, fetched if it is not there; `otherwise` is the way without a network.
+def fetch(remote: Remote, folder: Path, offline: str) -> Path:
+    """Return a published file in `folder`, fetched if it is not there; `offline` says what to do without a network.
 
-    What a broken connection leaves is kept in a hidden file and continued by the next call.
+    What a broken connection leaves stays in a hidden file, and the next call continues it.
     """
     target = folder / remote.name
     folder.mkdir(parents=True, exist_ok=True)
@@ -63,21 +62,21 @@ def fetch(remote: Remote, folder: Path, otherwise: str) -> Path:
             verify(target, remote)
             return target
         part = folder / f".{remote.name}.part"
-        _download(remote.url, part, otherwise)
+        _download(remote.url, part, offline)
         try:
             verify(part, remote)
         except DataError:
             part.unlink()
             raise DataError(
                 f"what came from {remote.url} is not the published file: its {remote.algorithm} is another one. "
-                f"Try again later. {otherwise}"
+                f"Try again later. {offline}"
             ) from None
         part.replace(target)
     return target
 
 
 def verify(path: Path, remote: Remote) -> None:
-    """Raise DataError where a file is not the published one."""
+    """Raise DataError if a file is not the published one."""
     with path.open("rb") as file:
         found = hashlib.file_digest(file, lambda: hashlib.new(remote.algorithm, usedforsecurity=False)).hexdigest()
     if not found.startswith(remote.digest):
@@ -127,8 +126,7 @@ def _blamed(archive: Path) -> Iterator[None]:
 def unpack(archive: Path, folder: Path, top: str) -> Path:
     """Unpack the folder `top` of a tar archive into `folder`, where it appears whole or not at all.
 
-    Only plain files below `top` are written. Links and devices are left out, so no name can lead out of the folder; a
-    name that tries to is an error.
+    Only plain files below `top` are written, no links or devices. A name that leads out of the folder is an error.
     """
     staging = folder / f".{top}.part"
     with alone(folder):
@@ -162,11 +160,11 @@ def _unpack_into(staging: Path, archive: Path, top: str) -> None:
             watch(f"unpacking {archive.name}", done, total)
 
 
-def _download(url: str, part: Path, otherwise: str) -> None:
-    """Fetch an address into a file, or go on with the one that is there."""
+def _download(url: str, part: Path, offline: str) -> None:
+    """Fetch an address into a file, or continue the one that is there."""
     have = part.stat().st_size if part.exists() else 0
-    with _connect(url, have, otherwise) as response:
-        resumed = have > 0 and response.status == _PARTIAL_CONTENT
+    with _connect(url, have, offline) as response:
+        resumed = have > 0 and response.status == HTTPStatus.PARTIAL_CONTENT
         have = have if resumed else 0
         length = response.headers.get("Content-Length")
         total = have + int(length) if length else None
@@ -187,7 +185,7 @@ def _download(url: str, part: Path, otherwise: str) -> None:
         raise DataError(_cut_off(url, f"after {have} of {total} bytes"))
 
 
-def _connect(url: str, start: int, otherwise: str) -> Any:
+def _connect(url: str, start: int, offline: str) -> Any:
     """Return the open answer to a request for the bytes from `start` on."""
     headers = {"User-Agent": f"fedprophet/{__version__}"}
     if start:
@@ -195,11 +193,11 @@ def _connect(url: str, start: int, otherwise: str) -> Any:
     try:
         return urlopen(Request(url, headers=headers), timeout=TIMEOUT)
     except (OSError, http.client.HTTPException) as error:
-        if start and isinstance(error, HTTPError) and error.code == _RANGE_NOT_SATISFIABLE:
-            return _connect(url, 0, otherwise)  # all of it is there, or more: only a new start can tell
+        if start and isinstance(error, HTTPError) and error.code == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
+            return _connect(url, 0, offline)  # all of it is there, or more: start again
         reason = getattr(error, "reason", None) or error
         reason = getattr(reason, "strerror", None) or reason
-        raise DataError(f"cannot fetch {url}: {reason}. {otherwise}") from error
+        raise DataError(f"cannot fetch {url}: {reason}. {offline}") from error
 
 
 def _chunks(response: IO[bytes], url: str) -> Iterator[bytes]:

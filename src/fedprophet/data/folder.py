@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fedprophet.data import cache
-from fedprophet.data.cache import CachedImages, ImageFile, Pixels
+from fedprophet.data.cache import CachedImages, CacheEntry, ImageFile, Pixels
 from fedprophet.data.dataset import Dataset, LocalExamples, TensorExamples
 from fedprophet.data.registry import Findings, dataset
 from fedprophet.errors import DataError
@@ -55,7 +54,7 @@ class Images:
 
     `size` is the side of an image in pixels, `test_per_class` the number of test images of each class (None: a fifth),
     `cache` the folder for decoded images. Folders named in `drop` do not count; `problems` says what is wrong with a
-    tree that can be read all the same.
+    tree that can still be read.
     """
 
     name: str
@@ -94,7 +93,7 @@ class Images:
             tree = scan(self.root, self.drop)
         except DataError as error:
             return Findings(self.root if self.root.exists() else None, (str(error),))
-        found = cache.read(self._entry(tree), tree.files, self._shape)
+        found = self._entry(tree).read()
         labels = tree.labels if found is None else found.labels
         problems = list(self.problems(tree))
         if found is None and not _has_pillow():
@@ -108,29 +107,25 @@ class Images:
         note = f"not decoded to {self.size}×{self.size} yet: the first run does that"
         if found is not None:
             broken = f", {len(found.broken)} broken ones left out" if found.broken else ""
-            note = f"decoded to {self.size}×{self.size} in {self._entry(tree)}{broken}"
+            note = f"decoded to {self.size}×{self.size} in {self._entry(tree).path}{broken}"
         return Findings(self.root, tuple(problems), len(labels) - test, test, images, notes=(note,))
 
-    @property
-    def _shape(self) -> tuple[int, int, int]:
-        return (3, self.size, self.size)
-
-    def _entry(self, tree: Tree) -> Path:
-        folder = Path(self.cache).expanduser() if self.cache else tree.root / CACHE
-        return cache.entry_of(folder, tree.root, tree.files, self._shape)
+    def _entry(self, tree: Tree) -> CacheEntry:
+        cache = Path(self.cache).expanduser() if self.cache else tree.root / CACHE
+        return CacheEntry(cache, tree.root, tree.files, (3, self.size, self.size))
 
     def _decoded(self, tree: Tree) -> CachedImages:
         entry = self._entry(tree)
-        found = cache.read(entry, tree.files, self._shape)
+        found = entry.read()
         if found is None:
             if not _has_pillow():
                 raise DataError(NO_PILLOW)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # Pillow warns about odd but readable images
-                cache.fill(entry, tree.root, tree.files, self._shape, partial(decode, size=self.size))
-            found = cache.read(entry, tree.files, self._shape)
+                entry.fill(partial(decode, size=self.size))
+            found = entry.read()
         if found is None:
-            raise DataError(f"the decoded images in {entry} have been removed or damaged just now. Try again")
+            raise DataError(f"the decoded images in {entry.path} have been removed or damaged just now. Try again")
         return found
 
     def _held_out(self, labels: npt.NDArray[np.int64], tree: Tree) -> npt.NDArray[np.bool_]:

@@ -81,7 +81,10 @@ def dataset(
 
     def register(load: Loader) -> Loader:
         def count(root: Path | None, **options: Any) -> Findings:
-            return _counted(load(root, **options))
+            found = load(root, **options)
+            counts = torch.cat([found.train.labels, found.test.labels]).bincount(minlength=found.classes)
+            images = dict(zip(found.names or map(str, range(found.classes)), counts.tolist(), strict=True))
+            return Findings(None, train=len(found.train), test=len(found.test), images=images)
 
         def refuse(root: Path) -> str:
             raise DataError(f"{name}: {get}")
@@ -90,13 +93,6 @@ def dataset(
         return load
 
     return register
-
-
-def _counted(loaded: Dataset) -> Findings:
-    counts = sum(part.labels.bincount(minlength=loaded.classes) for part in (loaded.train, loaded.test))
-    names = loaded.names or map(str, range(loaded.classes))
-    images = dict(zip(names, torch.as_tensor(counts).tolist(), strict=True))
-    return Findings(None, train=len(loaded.train), test=len(loaded.test), images=images)
 
 
 def find_dataset(name: str) -> DatasetEntry:
@@ -128,9 +124,8 @@ def _folder(root: str | Path | None) -> Path | None:
 
 
 def _choices() -> Mapping[str, str]:
-    return {name: entry.line for name, entry in sorted(DATASETS.items())} | {
-        CUSTOM: "a dataset passed to fedprophet.train"
-    }
+    shipped = {name: entry.line for name, entry in sorted(DATASETS.items())}
+    return {**shipped, CUSTOM: "a dataset passed to fedprophet.train"}
 
 
 class DataSettings(Section):

@@ -10,6 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
+from flwr.proto import control_pb2 as requests
+from flwr.supercore.control import ControlHttpClient
+from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
+
 from fedprophet.deploy import DeployError
 
 
@@ -50,9 +55,7 @@ class Control:
 
     def nodes(self) -> Mapping[bytes, NodeState]:
         """Return the nodes that may connect, by their public keys in PEM."""
-        from flwr.proto.control_pb2 import ListNodesRequest
-
-        answer = self._client.ListNodes(ListNodesRequest())
+        answer = self._client.ListNodes(requests.ListNodesRequest())
         return {
             node.public_key: NodeState(node.node_id, node.status, _since(node))
             for node in answer.nodes_info
@@ -61,21 +64,15 @@ class Control:
 
     def register(self, key: bytes, name: str) -> None:
         """Let a node with this public key, in PEM, connect from now on."""
-        from flwr.proto.control_pb2 import RegisterNodeRequest
-
-        self._client.RegisterNode(RegisterNodeRequest(public_key=key, name=name))
+        self._client.RegisterNode(requests.RegisterNodeRequest(public_key=key, name=name))
 
     def unregister(self, node: NodeState) -> None:
         """Refuse a node from now on."""
-        from flwr.proto.control_pb2 import UnregisterNodeRequest
-
-        self._client.UnregisterNode(UnregisterNodeRequest(node_id=node.node_id))
+        self._client.UnregisterNode(requests.UnregisterNodeRequest(node_id=node.node_id))
 
     def runs(self) -> list[RunState]:
         """Return all runs of this server, the oldest first."""
-        from flwr.proto.control_pb2 import ListRunsRequest
-
-        answer = self._client.ListRuns(ListRunsRequest())
+        answer = self._client.ListRuns(requests.ListRunsRequest())
         runs = sorted(answer.run_dict.values(), key=lambda run: str(run.pending_at))
         return [
             RunState(run.run_id, _status(run.status), run.status.details, run.override_config["out"].string)
@@ -84,18 +81,12 @@ class Control:
 
     def stop(self, run: RunState) -> None:
         """End a run; its last checkpoint stays."""
-        from flwr.proto.control_pb2 import StopRunRequest
-
-        self._client.StopRun(StopRunRequest(run_id=run.run_id))
+        self._client.StopRun(requests.StopRunRequest(run_id=run.run_id))
 
 
 @contextmanager
 def connected(address: str, authority: Path) -> Iterator[Control]:
     """Connect to the server at host:port; raise DeployError if it does not answer or refuses."""
-    import httpx
-    from flwr.supercore.control import ControlHttpClient
-    from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
-
     client = ControlHttpClient.from_server_address(
         server_address=address,
         insecure=False,

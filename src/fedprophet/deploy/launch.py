@@ -3,6 +3,7 @@
 import json
 import subprocess
 import time
+from itertools import count
 from pathlib import Path
 
 import tomlkit
@@ -21,13 +22,11 @@ SETTLED_SECONDS = 10.0
 def fresh_folder(pilot: Pilot, name: str | None) -> Path:
     """Return a folder for a new run: the name asked for, or the first free number."""
     if name is None:
-        number = 1
-        while (pilot.runs / f"run-{number}").exists():
-            number += 1
-        name = f"run-{number}"
+        names = (f"run-{number}" for number in count(1))
+        name = next(name for name in names if not (pilot.runs / name).exists())
     folder = _folder(pilot, name)
     if RunFiles(folder).config.exists():
-        text = f"Resume it: fedprophet deploy run {pilot.path} --name {name} --resume; or give another name"
+        text = f"Resume it with: fedprophet deploy run {pilot.path} --name {name} --resume; or give another name"
         raise ConfigError(f"{folder} already holds a run. {text}")
     return folder
 

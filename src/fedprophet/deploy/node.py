@@ -10,7 +10,6 @@ from fedprophet.deploy import DeployError
 from fedprophet.deploy.certificates import check_private
 from fedprophet.deploy.settings_file import read_settings
 from fedprophet.errors import ConfigError
-from fedprophet.settings.describe import as_toml
 from fedprophet.settings.section import Section
 from fedprophet.settings.values import Allowed
 from fedprophet.sizes import parse_size
@@ -128,11 +127,6 @@ def open_node(path: Path) -> Node:
     return node
 
 
-def node_text(file: NodeFile) -> str:
-    """Return the text of a node.toml, each key with a comment."""
-    return as_toml(file, comments=True)
-
-
 def as_settings(settings: dict[str, str | int | float]) -> str:
     """Return settings as Flower's command line reads them: key=value, text in quotes, without escapes."""
     return " ".join(f"{key}={_setting(key, value)}" for key, value in settings.items())
@@ -141,8 +135,7 @@ def as_settings(settings: dict[str, str | int | float]) -> str:
 def _setting(key: str, value: str | int | float) -> str:
     if not isinstance(value, str):
         return repr(value)
-    plain = value.isprintable()
     for quote, forbidden in (('"', '"\\'), ("'", "'")):
-        if plain and not any(character in value for character in forbidden):
+        if value.isprintable() and not set(forbidden) & set(value):
             return f"{quote}{value}{quote}"
     raise ConfigError(f"{key}: Flower cannot take {value!r}. Use a path without quotes and special characters")

@@ -13,6 +13,7 @@ import re
 import shutil
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,17 +25,14 @@ from pydantic import Field
 from fedprophet.config.config import Config
 from fedprophet.config.load import load_config
 from fedprophet.config.reference import to_toml
-from fedprophet.data import find_dataset
 from fedprophet.deploy import DeployError, certificates, node, page
 from fedprophet.deploy.keys import HOW, by_key, make_key_pair, registered_form
 from fedprophet.deploy.settings_file import read_settings
 from fedprophet.errors import ConfigError, unknown
-from fedprophet.methods import find_method
 from fedprophet.methods.fedprophet import MeasureSettings
-from fedprophet.models import MODELS
 from fedprophet.settings.describe import as_toml
 from fedprophet.settings.section import Section
-from fedprophet.settings.values import Allowed
+from fedprophet.settings.values import CUSTOM, Allowed
 from fedprophet.storage.files import PILOT, write_atomic
 
 PORT = 9092
@@ -186,11 +184,9 @@ def pilot_config(source: str | None, overrides: Sequence[str], nodes: int) -> Co
 
 
 def check_names(config: Config) -> None:
-    """Raise ConfigError for an unknown method, model or dataset now, not when the run starts on the server."""
-    find_method(config.method)
-    find_dataset(config.data.name)
-    if config.model.name not in MODELS:
-        raise ConfigError(unknown("model", config.model.name, MODELS))
+    """Raise ConfigError for a model or data that only Python can pass in: nodes know what the configuration names."""
+    if CUSTOM in (config.model.name, config.data.name):
+        raise ConfigError("a run on Flower's nodes needs a model and data that the configuration names")
 
 
 def make_pilot(path: Path, config: Config, file: PilotFile, nodes: int, days: int = certificates.SERVER_DAYS) -> Pilot:
@@ -309,24 +305,16 @@ def _write_node(pilot: Pilot, client: int, public_key: Path | None) -> None:
     folder = pilot.folder(name)
     folder.mkdir(mode=0o700)
     try:
-        public = _fill_node(pilot, file, name, public_key)
-        write_atomic(pilot.keys / f"{name}.pub", public)
+        write_atomic(folder / node.FILE, as_toml(file, comments=True).encode())
+        write_atomic(folder / node.AUTHORITY, _read(pilot.authority))
+        _write_script(folder / node.START, node.START_TEXT)
+        if public_key is None:
+            pair = make_key_pair(name)
+            certificates.write_private(folder / node.KEY, pair.private)
+        write_atomic(pilot.keys / f"{name}.pub", pair.public if public_key is None else _read(public_key))
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)  # it would be in the way of the next attempt
         raise
-
-
-def _fill_node(pilot: Pilot, file: node.NodeFile, name: str, public_key: Path | None) -> bytes:
-    """Write a node's folder, and return its public key."""
-    folder = pilot.folder(name)
-    write_atomic(folder / node.FILE, node.node_text(file).encode())
-    write_atomic(folder / node.AUTHORITY, _read(pilot.authority))
-    _write_script(folder / node.START, node.START_TEXT)
-    if public_key is not None:
-        return _read(public_key)
-    pair = make_key_pair(name)
-    certificates.write_private(folder / node.KEY, pair.private)
-    return pair.public
 
 
 def _write_script(path: Path, text: str) -> None:
@@ -352,21 +340,16 @@ def write_connection(pilot: Pilot) -> None:
 
 
 def _joined(host: str, port: int) -> str:
-    try:
-        bracketed = ipaddress.ip_address(host).version == 6
-    except ValueError:
-        bracketed = False
-    return f"[{host}]:{port}" if bracketed else f"{host}:{port}"
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"  # only an IPv6 address has colons
 
 
 def listen_address(server: str) -> str:
     """Return where a server of this name listens: on loopback only if its name is a loopback address."""
     if server == "localhost":
         return "127.0.0.1"
-    try:
+    with suppress(ValueError):
         address = ipaddress.ip_address(server)
-    except ValueError:
-        return "0.0.0.0"
-    if address.is_loopback:
-        return server
-    return "::" if address.version == 6 else "0.0.0.0"
+        if address.is_loopback:
+            return server
+        return "::" if address.version == 6 else "0.0.0.0"
+    return "0.0.0.0"

@@ -6,13 +6,13 @@ about the machine; on another machine they are measured again.
 """
 
 import json
+import math
 import os
 import platform
 import statistics
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -23,7 +23,8 @@ from torch.nn import functional as F
 from fedprophet import machine
 from fedprophet.messages.values import Resources
 from fedprophet.randomness import generator
-from fedprophet.storage.files import make_folder, write_atomic, write_error
+from fedprophet.storage.files import make_folder, write_error, write_json
+from fedprophet.threads import torch_threads
 
 RECORD = "machine.json"
 VERSION = 1
@@ -35,23 +36,14 @@ CHUNK, CHUNKS, STORAGE_SECONDS = 4 << 20, 8, 0.7
 ADVICE = "Free some space there or give the node another home"
 
 
-@dataclass(frozen=True)
-class Rates:
-    """FLOP/s of training, and bytes/s to and from storage."""
-
-    performance: float
-    bandwidth: float
-
-
 def machine_resources(home: Path, *, refresh: bool = False, threads: int = 1) -> Resources:
     """Return the available resources; `home` keeps the measured rates, `refresh` measures them again."""
     facts = _facts(threads)
     rates = None if refresh else _recall(home / RECORD, facts)
     if rates is None:
-        rates = Rates(flop_rate(threads), storage_rate(home))
-        record = {"facts": facts, "rates": asdict(rates)}
-        write_atomic(home / RECORD, (json.dumps(record, indent=2) + "\n").encode(), ADVICE)
-    return Resources(available_memory(), rates.performance, rates.bandwidth)
+        rates = {"performance": flop_rate(threads), "bandwidth": storage_rate(home)}
+        write_json(home / RECORD, {"facts": facts, "rates": rates}, ADVICE)
+    return Resources(available_memory(), **rates)
 
 
 def _facts(threads: int) -> dict[str, Any]:
@@ -65,16 +57,15 @@ def _facts(threads: int) -> dict[str, Any]:
     }
 
 
-def _recall(record: Path, facts: dict[str, Any]) -> Rates | None:
+def _recall(record: Path, facts: dict[str, Any]) -> dict[str, float] | None:
     """Return the rates measured on this machine; None if there are none or the file is damaged."""
     try:
         table = json.loads(record.read_bytes())
-        rates = Rates(**table["rates"]) if table["facts"] == facts else None
+        rates = {name: table["rates"][name] for name in ("performance", "bandwidth")}
+        sound = table["facts"] == facts and all(type(rate) is float and 0 < rate < math.inf for rate in rates.values())
     except (OSError, ValueError, TypeError, KeyError):
         return None
-    if rates is None or not all(isinstance(rate, float) and 0 < rate < float("inf") for rate in asdict(rates).values()):
-        return None
-    return rates
+    return rates if sound else None
 
 
 # Rates ---------------------------------------------------------------------------------------------------------------
@@ -88,7 +79,7 @@ def flop_rate(threads: int = 1, seconds: float = SECONDS) -> float:
     # Two operations per product; the backward pass takes as many for the input and for the weight.
     flops = 3 * 2 * BATCH * CHANNELS * CHANNELS * 9 * SIDE * SIDE
     rates: list[float] = []
-    with machine.threads(threads):
+    with torch_threads(threads):
         end = time.perf_counter() + seconds
         for repeat in range(WARM_UP + REPEATS):
             began = time.perf_counter()
@@ -134,21 +125,12 @@ def _fill(file: FileIO, end: float) -> int:
 # Memory --------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Accounts:
-    """Where a version of control groups keeps limit, usage, and what can be reclaimed."""
-
-    limit: str
-    usage: str
-    reclaimable: str
-    """The field of memory.stat: page cache that was not used recently."""
-
-
 CONTROL_GROUPS = {
-    "cgroup2": Accounts("memory.max", "memory.current", "inactive_file"),
-    "cgroup": Accounts("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    "cgroup2": ("memory.max", "memory.current", "inactive_file"),
+    "cgroup": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
-"""By the type of their file system: version 2 and version 1."""
+"""By file system (version 2 and version 1): the files of limit and usage, and the field of memory.stat that can be
+reclaimed, which is page cache that was not used recently."""
 
 
 def available_memory(root: Path = Path("/")) -> int:
@@ -174,7 +156,7 @@ def _group_memory(root: Path) -> Iterator[int]:
         below = PurePosixPath(inside).relative_to(top) if PurePosixPath(inside).is_relative_to(top) else "."
         group = root / mount.lstrip("/") / below
         for folder in (group, *group.parents):
-            yield from _left(folder, CONTROL_GROUPS[kind])
+            yield from _left(folder, *CONTROL_GROUPS[kind])
             if folder == root / mount.lstrip("/"):
                 break
 
@@ -199,15 +181,15 @@ def _mounts(root: Path) -> Iterator[tuple[str, str, str]]:
             yield kind[0], place[3], place[4]
 
 
-def _left(folder: Path, accounts: Accounts) -> Iterator[int]:
+def _left(folder: Path, limit_file: str, usage_file: str, reclaimable: str) -> Iterator[int]:
     """Yield a group's limit minus what is used and cannot be reclaimed; nothing if it has no limit."""
-    limit = "".join(_lines(folder / accounts.limit)).strip()
+    limit = "".join(_lines(folder / limit_file)).strip()
     if not limit.isdigit():
         return
-    usage = "".join(_lines(folder / accounts.usage)).strip()
+    usage = "".join(_lines(folder / usage_file)).strip()
     statistic = dict(line.partition(" ")[::2] for line in _lines(folder / "memory.stat"))
     used = int(usage) if usage.isdigit() else 0
-    yield int(limit) - max(0, used - int(statistic.get(accounts.reclaimable, "0")))
+    yield int(limit) - max(0, used - int(statistic.get(reclaimable, "0")))
 
 
 def _lines(path: Path) -> list[str]:

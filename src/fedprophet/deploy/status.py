@@ -7,10 +7,6 @@ from fedprophet.deploy.keys import registered_form
 from fedprophet.deploy.pilot import Pilot, client_of
 from fedprophet.runs.files import RunFiles
 
-UNKNOWN = NodeState(0, "unknown", "")
-"""A node while no server is running."""
-REFUSED = NodeState(0, "not registered", "")
-
 
 def pilot_status(pilot: Pilot) -> dict[str, Any]:
     """Return the state of a pilot, with or without a running server."""
@@ -19,7 +15,7 @@ def pilot_status(pilot: Pilot) -> dict[str, Any]:
             nodes, runs, running = control.nodes(), control.runs(), True
     except NoAnswerError:
         nodes, runs, running = {}, [], False
-    absent = REFUSED if running else UNKNOWN
+    absent = NodeState(0, "not registered" if running else "unknown", "")
     states = {name: nodes.get(registered_form(key), absent) for name, key in pilot.nodes().items()}
     latest = {run.out: run for run in runs}
     configs = sorted(pilot.runs.glob("*/config.toml"), key=lambda path: path.stat().st_mtime_ns)

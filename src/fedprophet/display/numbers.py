@@ -4,9 +4,9 @@ NONE = "–"
 """A value that is not known."""
 
 
-def percent(share: float) -> str:
+def percent(share: float | None) -> str:
     """Return a share as `79.7 %`."""
-    return f"{100 * share:.1f} %"
+    return NONE if share is None else f"{100 * share:.1f} %"
 
 
 def digits(value: float) -> str:

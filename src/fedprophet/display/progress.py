@@ -4,16 +4,16 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Table
 from rich.text import Text
 
+from fedprophet.display.numbers import NONE, percent
 from fedprophet.durations import clock, format_duration
-from fedprophet.methods.registry import find_method
+from fedprophet.methods.registry import METHODS
 from fedprophet.runs.files import RunFiles
 from fedprophet.runs.journal import Journal
 from fedprophet.runs.observer import Observer
@@ -32,19 +32,14 @@ WORK_NAMES: Mapping[str, str] = {
 }
 """What a kind of task is called; a kind that is not here is called by its own name."""
 SHOWN = 8
-"""So many clients that did not answer are named; the journal has all."""
+"""The most missing clients that are named; the journal has all."""
 ACCURACIES = ("clean", "PGD")
-
-
-def percent(value: float | None) -> str:
-    """Return an accuracy for people."""
-    return "–" if value is None else f"{100 * value:.1f} %"
 
 
 # A round -------------------------------------------------------------------------------------------------------------
 
 
-class _Clock:
+class _RunProgress:
     """How far a run is, and the time left at most: a stage may converge early."""
 
     def __init__(self, session: Session, path: Path, round: int) -> None:
@@ -87,10 +82,10 @@ def _facts(record: Record, session: Session) -> dict[str, str]:
     facts["eps"] = f"{record['epsilon']:.3f}" if record["adversarial_training"] else "warm-up"
     if record.get("alpha") is not None:
         facts["alpha"] = f"{record['alpha']:.2f}"
-    shown = find_method(session.config.method).shown
+    shown = METHODS[session.config.method].method.shown
     if shown is not None:
         facts[shown.label] = shown.text(record)
-    facts["loss"] = "–" if record["loss"] is None else f"{record['loss']:.3f}"
+    facts["loss"] = NONE if record["loss"] is None else f"{record['loss']:.3f}"
     if "samples" in record:
         # Without a held-out sample there is no accuracy, not one of zero.
         reached = (record["clean"], record["adversarial"]) if record["samples"] else (None, None)
@@ -98,10 +93,16 @@ def _facts(record: Record, session: Session) -> dict[str, str]:
     return facts
 
 
-def _events(record: Record) -> list[str]:
-    """Return what was unusual in a round."""
-    lines = [f"round {record['round']}: {text}" for text in _troubles(record)]
-    return [*lines, _fixed(record["fixed"])] if "fixed" in record else lines
+def _events(record: Record) -> Iterator[str]:
+    """Yield what was unusual in a round, and a module that was fixed in it."""
+    yield from (f"round {record['round']}: {text}" for text in _troubles(record))
+    if "fixed" in record:
+        fixed = record["fixed"]
+        reached = f"clean {percent(fixed['clean'])}, PGD {percent(fixed['adversarial'])}"
+        how = f"at its best round {fixed['round']}: {reached}"
+        if fixed["clean"] is None:
+            how = f"as it was in round {fixed['round']}: nobody evaluated it"
+        yield f"module {fixed['module']} fixed {how}"
 
 
 def _troubles(record: Record) -> Iterator[str]:
@@ -124,16 +125,8 @@ def _troubles(record: Record) -> Iterator[str]:
 
 
 def _clients(clients: Sequence[int]) -> str:
-    """Return all of a few clients, or some of many."""
     shown = ", ".join(map(str, clients[:SHOWN])) + (f" and {len(clients) - SHOWN} more" if len(clients) > SHOWN else "")
     return f"client{'s' if len(clients) > 1 else ''} {shown}"
-
-
-def _fixed(fixed: Mapping[str, Any]) -> str:
-    if fixed["clean"] is None:
-        return f"module {fixed['module']} fixed as it was in round {fixed['round']}: nobody evaluated it"
-    reached = f"clean {percent(fixed['clean'])}, PGD {percent(fixed['adversarial'])}"
-    return f"module {fixed['module']} fixed at its best round {fixed['round']}: {reached}"
 
 
 def _headline(session: Session, path: Path, round: int) -> str:
@@ -157,7 +150,7 @@ def observer_for(console: Console) -> "PlainLines":
 class PlainLines(Observer):
     """One line for each round; quiet in between."""
 
-    _clock: _Clock
+    _progress: _RunProgress
     _soft_wrap = True
 
     def __init__(self, console: Console) -> None:
@@ -170,24 +163,20 @@ class PlainLines(Observer):
         """Nothing is left to clean up."""
 
     def started(self, session: Session, path: Path, round: int) -> None:
-        """Say what is going to be trained."""
-        self._clock = _Clock(session, path, round)
+        self._progress = _RunProgress(session, path, round)
         self._print(_headline(session, path, round))
 
     def note(self, text: str) -> None:
-        """Print the note."""
         self._print(f"note: {text}")
 
     def round_done(self, record: Record, seconds: float) -> None:
-        """Print the round's line."""
-        self._clock.round_done(record, seconds)
-        facts = "  ".join(f"{name} {value}" for name, value in _facts(record, self._clock.session).items())
-        self._print(f"{facts}  ({', '.join(filter(None, (format_duration(seconds), self._clock.left)))})")
+        self._progress.round_done(record, seconds)
+        facts = "  ".join(f"{name} {value}" for name, value in _facts(record, self._progress.session).items())
+        self._print(f"{facts}  ({', '.join(filter(None, (format_duration(seconds), self._progress.left)))})")
         for line in _events(record):
             self._print(line)
 
     def finishing(self) -> None:
-        """Say what comes after the last round."""
         self._print("evaluating the trained model")
 
     def _print(self, text: str) -> None:
@@ -216,9 +205,8 @@ class LiveDisplay(PlainLines):
         self._live.stop()
 
     def started(self, session: Session, path: Path, round: int) -> None:
-        """Say what is going to be trained and set up the bar."""
         super().started(session, path, round)
-        self._bar.update(self._task, total=self._clock.total, completed=self._clock.done)
+        self._bar.update(self._task, total=self._progress.total, completed=self._progress.done)
 
     def task_done(self, kind: str, done: int, total: int) -> None:
         """Show the work at hand; redraws are rationed, because tasks can be very short."""
@@ -228,31 +216,23 @@ class LiveDisplay(PlainLines):
 
     def round_done(self, record: Record, seconds: float) -> None:
         """Show the round's facts; the accuracies of an evaluation stay until the next one."""
-        self._clock.round_done(record, seconds)
-        facts = _facts(record, self._clock.session)
+        self._progress.round_done(record, seconds)
+        facts = _facts(record, self._progress.session)
         reached = {name: self._facts[name] for name in ACCURACIES if name in self._facts and name not in facts}
         self._facts = facts | reached
         for line in _events(record):
             self._print(line)
-        self._bar.update(self._task, completed=self._clock.done, description=self._clock.left)
+        self._bar.update(self._task, completed=self._progress.done, description=self._progress.left)
         self._draw()
 
     def finishing(self) -> None:
-        """Show that only the closing evaluation is left."""
-        self._bar.update(self._task, completed=self._clock.total, description="evaluating the trained model")
+        self._bar.update(self._task, completed=self._progress.total, description="evaluating the trained model")
         self._draw()
 
     def _draw(self) -> None:
         self._drawn = time.monotonic()
         self._live.update(self._render())
 
-    def _render(self) -> Table:
-        grid = Table.grid(padding=(0, 1))
-        facts = Text()
-        for name, value in self._facts.items():
-            facts.append(f"{name} ", style="dim")
-            facts.append(f"{value}   ")
-        grid.add_row(facts)
-        grid.add_row(self._bar)
-        grid.add_row(Text(self._work, style="dim"))
-        return grid
+    def _render(self) -> Group:
+        facts = (Text.assemble((f"{name} ", "dim"), f"{value}   ") for name, value in self._facts.items())
+        return Group(Text.assemble(*facts), self._bar, Text(self._work, style="dim"))

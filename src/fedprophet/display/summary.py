@@ -1,14 +1,15 @@
 """A finished run for people: its modules, its accuracies, and what it took."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from fedprophet.attacks.names import attack_label
-from fedprophet.display.progress import percent
+from fedprophet.display.numbers import NONE, percent
+from fedprophet.display.tables import Column, Page, Table, say, show
 from fedprophet.durations import format_duration
 from fedprophet.runs.engine_history import engines_text, spans_of
 from fedprophet.sizes import format_size
@@ -19,62 +20,46 @@ MEASURED_ON = {
 }
 
 
-def say(console: Console, lines: Iterable[str]) -> None:
-    """Print sentences: wrapped between words in a terminal, each on one line where a program may read them."""
-    for line in lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=not console.is_terminal)
+def show_results(results: Mapping[str, Any], path: Path, console: Console) -> None:
+    """Print what a finished run reached and took."""
+    modules = (_module_table(results),) if "stages" in results else ()
+    accuracies = accuracy_page(results, _remarks(results))
+    show(replace(accuracies, tables=(*modules, *accuracies.tables)), console)
+    say(console, f"Files: {path}")
 
 
-def closing_table(results: Mapping[str, Any], path: Path, console: Console) -> None:
-    """Print what a run reached."""
-    if "stages" in results:
-        console.print(_module_table(results))
-    show_accuracies(results, console)
-    say(console, _remarks(results))
-    console.print(f"Files: {path}", highlight=False, markup=False, soft_wrap=True)
-
-
-def show_accuracies(results: Mapping[str, Any], console: Console) -> None:
-    """Print the accuracies, and below them what they were measured with."""
-    console.print(_accuracy_table(results))
-    say(console, _measured_with(results))
-
-
-def _table(title: str, texts: Iterable[str], numbers: Iterable[str]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for heading in texts:
-        table.add_column(heading)
-    for heading in numbers:
-        table.add_column(heading, justify="right")
-    return table
+def accuracy_page(results: Mapping[str, Any], remarks: Iterable[str] = ()) -> Page:
+    """Return the accuracies, what they were measured with, and further remarks."""
+    columns = (
+        Column("Measured"),
+        Column("Attack"),
+        Column("Accuracy", form=percent),
+        Column("95 % interval", form=_interval),
+        Column("Samples"),
+    )
+    rows = tuple(
+        (part, attack_label(name), cell["accuracy"] if cell["samples"] else None, cell, cell["samples"])
+        for part in MEASURED_ON
+        for name, cell in results[part].items()
+    )
+    table = Table("Accuracy of the trained model", columns, rows, labels=2)
+    return Page("Results", (table,), notes=(*_measured_with(results), *remarks), wrap_notes=True)
 
 
 def _module_table(results: Mapping[str, Any]) -> Table:
-    budget, whole = results["budget_bytes"], results["whole_model_bytes"]
-    table = _table("Modules", ("Module", "Layers"), ("Memory", "of budget", "of whole model", "Clean", "PGD"))
-    for row, stage in zip(results["modules"], results["stages"], strict=True):
-        memory = row["memory_bytes"]
-        shares = (f"{100 * memory / budget:.0f} %", f"{100 * memory / whole:.0f} %")
-        reached = (percent(stage["clean"]), percent(stage["adversarial"]))
-        table.add_row(str(row["index"]), ", ".join(row["layers"]), format_size(memory), *shares, *reached)
-    return table
-
-
-def _accuracy_table(results: Mapping[str, Any]) -> Table:
-    """Return a row for each attack, first for the clients, then for the test set."""
-    columns = ("Accuracy", "95 % interval", "Samples")
-    table = _table("Accuracy of the trained model", ("Measured", "Attack"), columns)
-    for part in MEASURED_ON:
-        for number, (name, cell) in enumerate(results[part].items()):
-            value = percent(cell["accuracy"] if cell["samples"] else None)
-            shown = (attack_label(name), value, _interval(cell), str(cell["samples"]))
-            table.add_row("" if number else part, *shown, end_section=number == len(results[part]) - 1)
-    return table
+    shares = [Column(heading, form=percent) for heading in ("of budget", "of whole model", "Clean", "PGD")]
+    columns = (Column("Module"), Column("Layers", form=", ".join), Column("Memory", form=format_size), *shares)
+    rows = []
+    for module, stage in zip(results["modules"], results["stages"], strict=True):
+        memory = module["memory_bytes"]
+        used = memory / results["budget_bytes"], memory / results["whole_model_bytes"]
+        rows.append((module["index"], module["layers"], memory, *used, stage["clean"], stage["adversarial"]))
+    return Table("Modules", columns, tuple(rows), labels=2)
 
 
 def _interval(cell: Mapping[str, Any]) -> str:
     if not cell["samples"] or "interval" not in cell:
-        return "–"
+        return NONE
     low, high = cell["interval"]
     return f"{100 * low:.1f} – {100 * high:.1f} %"
 

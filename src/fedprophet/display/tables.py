@@ -1,7 +1,6 @@
 """Tables, written for a terminal, as Markdown or as CSV.
 
-A `Page` is a title, lines, tables and notes, and may hold further pages. In a terminal it is printed with rich, a wide
-table in several pieces; piped output is Markdown.
+In a terminal a page is printed with rich, a wide table in several pieces; piped output is Markdown.
 """
 
 import csv
@@ -48,7 +47,6 @@ class Table:
     labels: int = 1
 
     def cells(self, none: str = NONE) -> list[list[str]]:
-        """Return the rows as text."""
         return [
             [none if value is None else column.form(value) for column, value in zip(self.columns, row, strict=True)]
             for row in self.rows
@@ -61,7 +59,10 @@ class Table:
 
 @dataclass(frozen=True)
 class Page:
-    """A title, lines, tables, further pages and notes, in this order. `figure` is Markdown that names a picture."""
+    """A title, lines, tables, further pages and notes, in this order. `figure` is Markdown that names a picture.
+
+    A terminal wraps `notes` anywhere, so that commands in them can be copied, or between words (`wrap_notes`).
+    """
 
     title: str
     tables: tuple[Table, ...] = ()
@@ -69,6 +70,7 @@ class Page:
     notes: tuple[str, ...] = ()
     parts: tuple["Page", ...] = ()
     figure: str = ""
+    wrap_notes: bool = False
 
 
 def show(page: Page, console: Console | None = None) -> None:
@@ -84,7 +86,6 @@ def show(page: Page, console: Console | None = None) -> None:
 
 
 def markdown(page: Page) -> str:
-    """Return a page as Markdown."""
     return "\n\n".join(_blocks(page, 1)) + "\n"
 
 
@@ -140,12 +141,12 @@ def csv_text(table: Table) -> str:
 
 
 def _print(page: Page, console: Console) -> None:
-    _say(console, page.title, "bold")
+    say(console, page.title, "bold")
     for line in page.lines:
-        _say(console, line)
+        say(console, line)
     for table in page.tables:
         if table.title:
-            _say(console, f"\n{table.title}")
+            say(console, f"\n{table.title}")
         for piece in _pieces(table, console.width):
             console.print(piece)
     for part in page.parts:
@@ -154,12 +155,12 @@ def _print(page: Page, console: Console) -> None:
     if page.notes:
         console.print()
     for note in page.notes:
-        _say(console, f"· {note}", "dim")
+        say(console, f"· {note}", "dim", wrap=page.wrap_notes)
 
 
-def _say(console: Console, text: str, style: str = "") -> None:
-    # The terminal wraps it, not rich: a command in it can be copied whole.
-    console.print(Text(text, style=style), soft_wrap=True)
+def say(console: Console, text: str, style: str = "", *, wrap: bool = False) -> None:
+    """Print a line. `wrap`: break it between words in a terminal; otherwise a command in it can be copied whole."""
+    console.print(Text(text, style=style), soft_wrap=not (wrap and console.is_terminal))
 
 
 def _pieces(table: Table, width: int) -> Iterator[RichTable]:

@@ -18,7 +18,7 @@ CLOSED = (EOFError, OSError)
 """What `send` and `receive` raise when the other end is gone."""
 
 _PIECE = 2**17
-"""Tensors are sent in pieces of so many bytes: a connection copies what it receives, and small copies are cheap."""
+"""Tensors are sent in pieces of this many bytes: a connection copies what it receives, and small copies are cheap."""
 
 Shared = Mapping[int, int]
 """Tensors that several messages have in common: the number of each, by its id()."""

@@ -1,42 +1,32 @@
 """One NVIDIA GPU as the fast engine's device: bf16 or float32, Triton kernels, captured graphs."""
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 
-from fedprophet.client.workspace import Workspace
+from fedprophet.engines.plain import make_plain
 from fedprophet.engines.registry import EngineParts, engine
 from fedprophet.engines.stacked import Limits, StackedEngine
 from fedprophet.errors import ConfigError
 from fedprophet.fast.rounds import Backend
-from fedprophet.fleet.population import Population
 
 ACTIVATIONS_SHARE, RESIDENT_SHARE, PLANS_SHARE = 0.25, 0.25, 0.25
 """Shares of the device's memory for the activations of one group, and for inputs and plans that stay between rounds."""
-
-
 PRECISIONS = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @engine("cuda", "groups of clients at once on an NVIDIA GPU", settings=("precision",))
 def make_cuda(parts: EngineParts) -> StackedEngine:
-    """Make the engine."""
-    return cuda_engine(parts.population, parts.workspaces, parts.reserve, parts.config.precision)
-
-
-def cuda_engine(
-    population: Population, workspaces: Mapping[str, Workspace], reserve: int, precision: str
-) -> StackedEngine:
-    """Return the engine on the first GPU. The plain path, for what cannot be fused, runs there as well."""
-    backend = cuda_backend(PRECISIONS[precision])
-    for workspace in workspaces.values():
-        workspace.to(backend.device)
+    """Make the engine on the first GPU. The plain path, for what cannot be fused, runs there as well."""
+    backend = cuda_backend(PRECISIONS[parts.config.precision])
+    for workspace in parts.workspaces.values():
+        workspace.chain.model.to(backend.device)  # what tasks bring is copied there when it is loaded
     memory = torch.cuda.get_device_properties(backend.device).total_memory
     limits = Limits(*(int(share * memory) for share in (ACTIVATIONS_SHARE, RESIDENT_SHARE, PLANS_SHARE)))
-    return StackedEngine(population, workspaces, reserve, backend, limits)
+    return StackedEngine(make_plain(parts), backend, limits)
 
 
 def cuda_backend(compute: torch.dtype) -> Backend:

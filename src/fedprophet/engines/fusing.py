@@ -7,7 +7,7 @@ plain path.
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass, replace
+from dataclasses import MISSING, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -61,17 +61,14 @@ def check_known(task: Task) -> None:
 def _check_fields(value: Any, known: frozenset[str]) -> None:
     for each in fields(value):
         found = getattr(value, each.name)
-        if each.name not in known and found != _default(each):
+        default = each.default if each.default_factory is MISSING else each.default_factory()
+        if each.name not in known and found != default:
             raise NotFusableError(f"{type(value).__name__}.{each.name}")
         for part in found if isinstance(found, tuple) else (found,):
             if is_dataclass(part) and type(part) not in KNOWN_FIELDS:
                 raise NotFusableError(type(part).__name__)
             if is_dataclass(part):
                 _check_fields(part, KNOWN_FIELDS[type(part)])
-
-
-def _default(each: "Field[Any]") -> Any:
-    return each.default if each.default_factory is MISSING else each.default_factory()
 
 
 class Fusing:

@@ -3,8 +3,10 @@
 import multiprocessing
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -14,6 +16,7 @@ from fedprophet.config.config import Config
 from fedprophet.data.dataset import Dataset
 from fedprophet.fleet.population import Population
 from fedprophet.server.coordinator import Engine
+from fedprophet.threads import ONE_THREAD, set_threads
 
 
 @dataclass(frozen=True)
@@ -32,16 +35,16 @@ class EngineParts:
 
 
 EngineMaker = Callable[[EngineParts], Engine]
+M = TypeVar("M", bound=EngineMaker)
 
 
 @dataclass(frozen=True)
 class EngineEntry:
-    """An engine by name. If it is `single_threaded`, clients run side by side with one thread each.
+    """An engine. If it is `single_threaded`, clients run side by side with one thread each.
 
     `settings` are the keys of the configuration that only this engine reads.
     """
 
-    name: str
     help: str
     make: EngineMaker
     single_threaded: bool = False
@@ -56,13 +59,11 @@ class EngineEntry:
 ENGINES: dict[str, EngineEntry] = {}
 
 
-def engine(
-    name: str, help: str, *, single_threaded: bool = False, settings: tuple[str, ...] = ()
-) -> Callable[[EngineMaker], EngineMaker]:
+def engine(name: str, help: str, *, single_threaded: bool = False, settings: tuple[str, ...] = ()) -> Callable[[M], M]:
     """Register a function that makes an engine. Packages above this one register theirs in the same way."""
 
-    def register(make: EngineMaker) -> EngineMaker:
-        ENGINES[name] = EngineEntry(name, help, make, single_threaded, settings)
+    def register(make: M) -> M:
+        ENGINES[name] = EngineEntry(help, make, single_threaded, settings)
         return make
 
     return register
@@ -87,6 +88,16 @@ def chosen_engine(config: Config) -> str:
     return "workers" if cores(config) > 1 and can_fork() else "plain"
 
 
+def threads_of(config: Config) -> AbstractContextManager[None]:
+    """Give torch the threads that a configuration asks for.
+
+    Engines that run clients side by side use one thread for each client and for the server, only in a `with` block.
+    """
+    if ENGINES[chosen_engine(config)].single_threaded:
+        return ONE_THREAD
+    set_threads(cores(config))
+    return nullcontext()
+
+
 def make_engine(parts: EngineParts) -> Engine:
-    """Make the engine of a configuration."""
     return ENGINES[chosen_engine(parts.config)].make(parts)

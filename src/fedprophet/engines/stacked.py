@@ -16,7 +16,6 @@ from torch import Tensor
 
 from fedprophet.client.statistics import under_attack
 from fedprophet.client.trainer import batches
-from fedprophet.client.workspace import Workspace
 from fedprophet.engines.fusing import Fusing
 from fedprophet.engines.inputs import Inputs
 from fedprophet.engines.plain import PlainEngine
@@ -27,7 +26,6 @@ from fedprophet.fast.narrow import fitted, scalable, shapes_in
 from fedprophet.fast.program import Ladder
 from fedprophet.fast.reading import NotFusableError
 from fedprophet.fast.rounds import Backend, StackEvaluation, TrainingPlan
-from fedprophet.fleet.population import Population
 from fedprophet.messages.answers import Answer
 from fedprophet.messages.tasks import Evaluate, Measure, ModelTask, Task, Train
 from fedprophet.threat import ThreatModel
@@ -52,19 +50,12 @@ class Limits:
 class StackedEngine:
     """Groups jobs, plans each kind of group once, and runs what it can on stacks of clients."""
 
-    def __init__(
-        self,
-        population: Population,
-        workspaces: Mapping[str, Workspace],
-        reserve: int,
-        backend: Backend,
-        limits: Limits,
-    ) -> None:
-        self._plain = PlainEngine(population, workspaces, reserve)
-        self._client = lru_cache(CLIENTS)(self._plain.client)
+    def __init__(self, plain: PlainEngine, backend: Backend, limits: Limits) -> None:
+        self._plain = plain
+        self._client = lru_cache(CLIENTS)(plain.client)
         self._backend = backend
         self._limits = limits
-        self._fusing = Fusing(workspaces, backend, limits.activations)
+        self._fusing = Fusing(plain.workspaces, backend, limits.activations)
         self._inputs = Inputs(backend.device, limits.resident)
         self._plans: OrderedDict[Hashable, TrainingPlan] = OrderedDict()
         self._said: set[str] = set()
@@ -221,29 +212,19 @@ def _later(
     jobs: Sequence[StackJob[T]], values: Tensor, finish: Callable[[StackJob[T], Sequence[float]], Answer]
 ) -> Iterator[Answer]:
     """Send each job's row of numbers to the host now; return an iterator that waits for them and finishes the jobs."""
-    rows = _on_its_way(values)
+    arrived = None
+    if values.is_cuda:
+        values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record()
 
     def answers() -> Iterator[Answer]:
-        for job, row in zip(jobs, rows(), strict=True):
+        if arrived is not None:
+            arrived.synchronize()  # not for what the device was asked for later
+        for job, row in zip(jobs, values.tolist(), strict=True):
             yield finish(job, row)
 
     return answers()
-
-
-def _on_its_way(values: Tensor) -> Callable[[], Sequence[Sequence[float]]]:
-    """Send numbers to the host; return what waits for them, and not for what the device is asked for later."""
-    if not values.is_cuda:
-        return values.tolist
-    home = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
-    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    arrived.record()
-
-    def wait() -> Sequence[Sequence[float]]:
-        arrived.synchronize()
-        rows: list[list[float]] = home.tolist()
-        return rows
-
-    return wait
 
 
 def _constant(threat: ThreatModel | None) -> ThreatModel | None:

@@ -21,29 +21,25 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from fedprophet.client.features import FeatureCache
-from fedprophet.client.run import run_client
-from fedprophet.client.workspace import Workspace
 from fedprophet.engines.channel import CLOSED, Channel, Shared
 from fedprophet.engines.cpu_plan import fast_plan
 from fedprophet.engines.plain import PlainEngine
-from fedprophet.engines.threads import set_threads
 from fedprophet.errors import FedProphetError, TrainingError
 from fedprophet.messages.answers import Answer
 from fedprophet.messages.tasks import ModelTask
 from fedprophet.messages.values import Timeline
+from fedprophet.threads import set_threads
 
 SECONDS_TO_LEAVE = 5.0
 """A worker that has not ended by then is killed."""
 SECONDS_BETWEEN_LOOKS = 2.0
 """How often a worker checks that the server's process is still there."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
-_KEPT_BYTES, _KEPT_PIECE = 2**31 - 1, 2**25
+_FREED_BYTES, _FREED_PIECE = 2**31 - 1, 2**25
 """Freed bytes that the C library keeps: in all, and the largest piece (it accepts no more)."""
 _FORK = multiprocessing.get_context("fork")
-
-
 OwnLayers = tuple[str, int, int, Mapping[str, Tensor], Timeline]
-"""Layers that a client keeps: the arguments of `LocalLayers.put`."""
+"""A client's own layers: the arguments of `LocalLayers.put`."""
 
 
 class WorkerError(RuntimeError):
@@ -52,7 +48,7 @@ class WorkerError(RuntimeError):
 
 @dataclass(frozen=True)
 class WorkerJob:
-    """A task, the client's own layers, and the fixed modules of the task that this worker has not seen yet."""
+    """A task, the client's own layers, and the frozen modules of the task that this worker has not seen yet."""
 
     task: ModelTask
     own: Mapping[str, Tensor] | None
@@ -61,10 +57,10 @@ class WorkerJob:
 
 @dataclass(frozen=True)
 class WorkerResult:
-    """The result of a job: an answer and what the client keeps, or an error."""
+    """The result of a job: an answer and the client's new own layers, or an error."""
 
     answer: Answer | None = None
-    kept: Sequence[OwnLayers] = ()
+    own: Sequence[OwnLayers] = ()
     error: tuple[type[FedProphetError], str] | None = None
     trace: str = ""
 
@@ -73,14 +69,14 @@ class WorkerResult:
 
 
 class WorkerProcess:
-    """A worker, as the server's process sees it. `modules` are the digests of the fixed modules that it has."""
+    """A worker, as the server's process sees it. `modules` are the digests of the frozen modules that it has."""
 
-    def __init__(self, plain: PlainEngine, workspaces: Mapping[str, Workspace], workers: int) -> None:
+    def __init__(self, plain: PlainEngine, workers: int) -> None:
         ours, theirs = _FORK.Pipe()
         self.task: ModelTask | None = None
         self.modules: set[str] = set()
         self.channel = Channel(ours)
-        self._process = _FORK.Process(target=_work, args=(theirs, plain, workspaces, workers))
+        self._process = _FORK.Process(target=_work, args=(theirs, plain, workers))
         with warnings.catch_warnings():
             # Python warns because another thread may hold a lock that the copy would wait for. A worker computes with
             # one thread and takes no lock of another thread.
@@ -140,36 +136,32 @@ class _TaskLayers:
 
     def __init__(self) -> None:
         self.given: Mapping[str, Tensor] | None = None
-        self.kept: list[OwnLayers] = []
+        self.stored: list[OwnLayers] = []
 
     def get(self, architecture: str, client: int, timeline: Timeline, before: int) -> Mapping[str, Tensor] | None:
-        """Return the layers that came with the job."""
         return self.given
 
     def put(
         self, architecture: str, client: int, round: int, tensors: Mapping[str, Tensor], timeline: Timeline
     ) -> None:
-        """Have the server's process store the layers."""
-        self.kept.append((architecture, client, round, tensors, timeline))
+        self.stored.append((architecture, client, round, tensors, timeline))
 
 
-def _work(
-    connection: "Connection[Any, Any]", plain: PlainEngine, workspaces: Mapping[str, Workspace], workers: int
-) -> NoReturn:
+def _work(connection: "Connection[Any, Any]", plain: PlainEngine, workers: int) -> NoReturn:
     """Do jobs. The listener ends the process."""
     set_threads(1)
     _keep_memory()
     # Ctrl-C and SIGTERM, which the terminal sends to the whole group, are for the server's process to handle.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    features, layers = next(iter(workspaces.values())).features.share(workers), _TaskLayers()
-    for workspace in workspaces.values():
+    features, layers = next(iter(plain.workspaces.values())).features.share(workers), _TaskLayers()
+    for workspace in plain.workspaces.values():
         workspace.features, workspace.layers = features, layers
         workspace.run_by(fast_plan)
     channel, jobs = Channel(connection), SimpleQueue[WorkerJob]()
     threading.Thread(target=_listen, args=(channel, jobs, features), daemon=True).start()
     while True:
-        result = _result(jobs.get(), plain, workspaces, layers)
+        result = _result(jobs.get(), plain, layers)
         with suppress(*CLOSED):  # the listener sees it too
             channel.send(result)
 
@@ -178,8 +170,8 @@ def _keep_memory() -> None:
     """Have the C library keep memory that is freed: the next batch needs as much, and new pages cost time."""
     with suppress(AttributeError):  # a C library other than glibc
         set_option = ctypes.CDLL(None).mallopt
-        set_option(_M_MMAP_THRESHOLD, _KEPT_PIECE)
-        set_option(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+        set_option(_M_MMAP_THRESHOLD, _FREED_PIECE)
+        set_option(_M_TRIM_THRESHOLD, _FREED_BYTES)
         set_option(_M_ARENA_MAX, 1)  # what the listener allocates is freed by the other thread
 
 
@@ -199,16 +191,14 @@ def _listen(channel: Channel, jobs: SimpleQueue[WorkerJob], features: FeatureCac
     os._exit(0)
 
 
-def _result(
-    job: WorkerJob, plain: PlainEngine, workspaces: Mapping[str, Workspace], layers: _TaskLayers
-) -> WorkerResult:
+def _result(job: WorkerJob, plain: PlainEngine, layers: _TaskLayers) -> WorkerResult:
     task = job.task
     try:
-        workspace = workspaces[task.architecture]
         for module in job.modules:
-            workspace.modules.add(module)
-        layers.given, layers.kept = job.own, []
-        return WorkerResult(run_client(task, plain.client(task.client), workspace), layers.kept)
+            plain.workspaces[task.architecture].modules.add(module)
+        layers.given, layers.stored = job.own, []
+        (answer,) = plain.map([task])
+        return WorkerResult(answer, layers.stored)
     except FedProphetError as error:
         return WorkerResult(error=(type(error), str(error)))
     except Exception:

@@ -5,7 +5,7 @@ for, so the answers are the same, bit for bit, for any number of workers, whiche
 compute by the fast plan (`engines.cpu_plan`), which rounds differently from the plain engine; given the same plan and
 one thread, the plain engine gives the same answers.
 
-The server's store of fixed modules and the clients' own layers stay in this process: a module goes to a worker when a
+The server's store of frozen modules and the clients' own layers stay in this process: a module goes to a worker when a
 task first needs it there, a client's layers go with its task, and what the client wants to keep comes back.
 """
 
@@ -14,37 +14,32 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from multiprocessing.connection import wait
 
-from torch import Tensor
-
-from fedprophet.client.workspace import Workspace
 from fedprophet.engines.channel import Shared
-from fedprophet.engines.plain import PlainEngine
+from fedprophet.engines.plain import PlainEngine, make_plain
 from fedprophet.engines.registry import EngineParts, can_fork, cores, engine
-from fedprophet.engines.threads import ONE_THREAD
 from fedprophet.engines.worker_process import WorkerError, WorkerJob, WorkerProcess, WorkerResult
 from fedprophet.errors import ConfigError, TrainingError
-from fedprophet.fleet.population import Population
 from fedprophet.messages.answers import Answer
 from fedprophet.messages.tasks import Distill, Measure, ModelTask, Task, Train
+from fedprophet.threads import ONE_THREAD
 
 
 @engine("workers", "clients side by side in worker processes, one CPU core each", single_threaded=True)
 def make_workers(parts: EngineParts) -> "WorkerEngine":
     """Make the engine with a worker for each core."""
-    return WorkerEngine(parts.population, parts.workspaces, parts.reserve, cores(parts.config))
+    return WorkerEngine(make_plain(parts), cores(parts.config))
 
 
 class WorkerEngine:
     """Gives each worker one task at a time. Workers start with the engine, and anew after they had to be stopped."""
 
-    def __init__(self, population: Population, workspaces: Mapping[str, Workspace], reserve: int, workers: int) -> None:
+    def __init__(self, plain: PlainEngine, workers: int) -> None:
         if not can_fork():
             raise ConfigError(
                 'engine = "workers" needs Linux, where processes can be forked, and a process that is not daemonic. '
                 'Use "auto" or "plain"'
             )
-        self._plain = PlainEngine(population, workspaces, reserve)
-        self._workspaces = workspaces
+        self._plain = plain
         self._count = workers
         self._workers: list[WorkerProcess] = []
         self._features_at: dict[int, int] = {}
@@ -84,7 +79,7 @@ class WorkerEngine:
         self._end = multiprocessing.util.Finalize(self, _end, (self._workers,), exitpriority=1)
         try:
             for _ in range(self._count):
-                self._workers.append(WorkerProcess(self._plain, self._workspaces, self._count))
+                self._workers.append(WorkerProcess(self._plain, self._count))
         except OSError as error:
             self.close()
             raise TrainingError(
@@ -128,9 +123,9 @@ class WorkerEngine:
         worker, task = self._workers[number], queues.next_for(number)
         if task is None:
             return
-        if _caches_features(task):
+        if task.frozen and isinstance(task, Train | Measure):  # the worker caches the client's features
             self._features_at[task.client] = number
-        workspace = self._workspaces[task.architecture]
+        workspace = self._plain.workspaces[task.architecture]
         own = workspace.layers.get(task.architecture, task.client, task.timeline, task.layers_before)
         unseen = {module.digest for module in task.frozen} - worker.modules
         worker.modules |= unseen
@@ -142,8 +137,8 @@ class WorkerEngine:
             raise kind(text)
         if result.answer is None:
             raise WorkerError(f"in a worker process:\n{result.trace}")
-        for kept in result.kept:
-            self._workspaces[kept[0]].layers.put(*kept)
+        for own in result.own:
+            self._plain.workspaces[own[0]].layers.put(*own)
         return result.answer
 
 
@@ -172,20 +167,10 @@ class _Queues:
         return longest.pop() if longest else None
 
 
-def _caches_features(task: ModelTask) -> bool:
-    """Whether a client's features behind frozen modules are cached where the task is done."""
-    return bool(task.frozen) and isinstance(task, Train | Measure)
-
-
-def _tensors(task: ModelTask) -> Iterator[Tensor]:
-    yield from task.parameters.values()
-    if isinstance(task, Distill):
-        yield from task.targets.values()
-
-
 def _shared(tasks: Sequence[ModelTask]) -> Shared:
     """Number the tensors that several tasks have in common, such as the model that a round starts from."""
-    counts = Counter(id(tensor) for task in tasks for tensor in _tensors(task))
+    tables = [task.parameters for task in tasks] + [task.targets for task in tasks if isinstance(task, Distill)]
+    counts = Counter(id(tensor) for table in tables for tensor in table.values())
     return {name: number for number, name in enumerate(name for name, count in counts.items() if count > 1)}
 
 

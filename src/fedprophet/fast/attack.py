@@ -14,7 +14,7 @@ Gradient = Callable[[Tensor], Tensor]
 """Of an objective, for inputs as the first block reads them; perhaps still spread (`FoldedStack.spreads`)."""
 
 
-class Attack:
+class StackAttack:
     """A threat whose radius and step may change between uses of a captured graph."""
 
     def __init__(self, threat: ThreatModel, device: torch.device) -> None:

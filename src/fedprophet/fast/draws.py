@@ -1,7 +1,7 @@
 """Random numbers for work that is captured and repeated: in memory that stays, drawn anew before each repetition.
 
 A captured graph draws nothing itself. So its numbers come from a generator that is seeded for each of them, and no
-global generator is touched. Every client has a seed of its own: what it draws does not depend on who is beside it.
+global generator is touched. Every client has a seed of its own: what it draws does not depend on the clients beside it.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,15 +12,7 @@ from torch import Tensor
 
 from fedprophet.randomness import key
 
-Fill = Callable[[Tensor, torch.Generator], Tensor]
-
-
-def _uniform(values: Tensor, generator: torch.Generator) -> Tensor:
-    return values.uniform_(generator=generator)
-
-
-def _normal(values: Tensor, generator: torch.Generator) -> Tensor:
-    return values.normal_(generator=generator)
+Fill = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -51,11 +43,11 @@ class Draws:
 
     def uniform(self, name: str, shape: tuple[int, ...], first: int = 0) -> Tensor:
         """Return numbers from [0, 1)."""
-        return self._named(name, shape, _uniform, first)
+        return self._named(name, shape, Tensor.uniform_, first)
 
     def normal(self, name: str, shape: tuple[int, ...], first: int = 0) -> Tensor:
         """Return numbers from the standard normal distribution."""
-        return self._named(name, shape, _normal, first)
+        return self._named(name, shape, Tensor.normal_, first)
 
     def _named(self, name: str, shape: tuple[int, ...], fill: Fill, first: int) -> Tensor:
         if name not in self._drawn:
@@ -69,7 +61,7 @@ class Draws:
         drawn = self._drawn[name]
         for number, row in enumerate(drawn.values, start=drawn.first):
             self._generator.manual_seed(key(self._seeds[number], name))
-            drawn.fill(row, self._generator)
+            drawn.fill(row, generator=self._generator)
 
     @property
     def nbytes(self) -> int:

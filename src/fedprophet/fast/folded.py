@@ -4,7 +4,6 @@ With s = weight / sqrt(variance + eps), BN(W ∗ x + b) = (s·W) ∗ x + s·(b �
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,35 +12,33 @@ from torch import Tensor
 from fedprophet.fast.kernels import FEW, Kernels
 from fedprophet.fast.layout import Tensors
 from fedprophet.fast.program import Block, Convolution, Exits, Ladder, LayerProgram
-from fedprophet.fast.stack import Exit, Network, dense_backward, dense_forward, joined, norm_of
+from fedprophet.fast.stack import ExitRun, StackedNetwork, dense_backward, dense_forward, joined, norm_of
 
 AtExit = Callable[[Exits, Tensor, bool, Tensor | None], Tensor]
 """Returns the gradient of a feature at its exit; whether only where the feature is above 0, and where to write it."""
+SENDER = "sender"
 SMALL = 4
-"""A block of at most so many positions is run as a matrix: most taps of a convolution would meet nothing but border."""
+"""Blocks of at most this many positions are run as a matrix: most taps of a convolution would only meet the border."""
 
 
-class FoldedStack(Network):
+class FoldedStack(StackedNetwork):
     """Networks in evaluation mode: batch norm is part of the convolutions. Only gradients of inputs are ever needed."""
 
     def __init__(self, ladder: Ladder, kernels: Kernels, compute: torch.dtype) -> None:
         super().__init__(ladder, kernels, compute)
         self.weights: dict[str, Tensor] = {}
         self.shifts: list[Tensor] = []
-        self.dense_weights: list[Tensor] = []
-        self.dense_biases: list[Tensor | None] = []
+        self.dense: dict[str, Tensor] = {}
+        """Weights and biases of the dense layers by name, and what `_sender` returns."""
         self._blocks = ladder.longest.blocks
-        self._dense = [layer for exits in ladder.exits for layer in exits.program.dense]
         self._small = _small_blocks(ladder.longest)
-        self._senders: list[Tensor] = []
         self.spreads = _spreads(ladder.longest) and not self._small[0]
         """Whether gradients of inputs are left with the outputs of the first convolution, see `kernels.gathered`."""
 
     @property
     def nbytes(self) -> int:
         """How much memory its copies of the parameters take."""
-        copies = (*self.weights.values(), *self.shifts, *self.dense_weights, *self.dense_biases)
-        return sum(copy.nbytes for copy in copies if copy is not None)
+        return sum(copy.nbytes for copy in (*self.weights.values(), *self.shifts, *self.dense.values()))
 
     def fold(self, stacks: Tensors) -> None:
         """Take over the parameters; storage that is there already is written again, as a captured graph needs."""
@@ -52,23 +49,23 @@ class FoldedStack(Network):
             for part in block.convolutions:
                 # What a shortcut's norm layer adds is added to the sum.
                 self._fold(part, stacks, side, shift, add=part is not block)
-        dense = [stacks[f"{layer.name}.weight"] for layer in self._dense]
-        dense_biases = [stacks[f"{layer.name}.bias"] if layer.bias else None for layer in self._dense]
+        layers = [layer for exits in self.ladder.exits for layer in exits.program.dense]
+        dense = {name: stacks[name] for layer in layers for name in layer.tensors}
         if self.spreads:
-            self._senders = _refill(self._senders, [self._sender()], self.compute)
-        self.dense_weights = _refill(self.dense_weights, dense, self.compute)
-        self.dense_biases = _refill(self.dense_biases, dense_biases, self.compute)
+            dense[SENDER] = self._sender()
+        for name, value in dense.items():
+            if name in self.dense:
+                self.dense[name].copy_(value)
+            else:  # a copy: stacks of what all clients share are views, and masters must not be written through
+                self.dense[name] = value.to(self.compute, copy=True, memory_format=torch.contiguous_format)
 
     def _fold(self, part: Convolution, stacks: Tensors, side: int, shift: Tensor, add: bool) -> None:
         """Scale a convolution as its norm layer does, in the memory that it had before; `shift` takes what that adds,
         or has it added.
         """
         weight, before = stacks[f"{part.convolution}.weight"], self.weights.get(part.convolution)
-        into = (
-            before
-            if before is not None and not side
-            else torch.empty(weight.shape, dtype=self.compute, device=weight.device)
-        )
+        own = None if side else before
+        into = torch.empty(weight.shape, dtype=self.compute, device=weight.device) if own is None else own
         self.kernels.fold(weight, norm_of(part, stacks, stacks), into, shift, add)
         into = as_matrix(into, side) if side else into
         self.weights[part.convolution] = into if before is None or before is into else before.copy_(into)
@@ -128,28 +125,22 @@ class FoldedStack(Network):
         shortcuts: dict[int, Tensor] = {}
         for number in range(len(self._blocks) - 1, -1, -1):
             left, winners = saved.pop()
-            above = self._joined(number, above, left, winners, at, shortcuts.pop(number + 1, None))
+            above = self._joined(number, above, left, winners is not None, at, shortcuts.pop(number + 1, None))
             above = above if winners is None else self.kernels.unpool(winners, above, self._blocks[number].pool)
             if self._blocks[number].residual:
-                shortcuts[number - 1] = self._shortcut_back(self._blocks[number], above)
+                shortcuts[number - 1] = self._shortcut(self._blocks[number], above, turned=True)
         assert above is not None
         if self.spreads:
-            sent = torch.bmm(above.flatten(1, 3), self._senders[0])
+            sent = torch.bmm(above.flatten(1, 3), self.dense[SENDER])
             return sent.view(*above.shape[:4], FEW)
         return self._back(0, above, None, None, shortcuts.pop(0, None))
 
     def _joined(
-        self,
-        number: int,
-        above: Tensor | None,
-        left: Tensor,
-        winners: Tensor | None,
-        at: AtExit,
-        shortcut: Tensor | None,
+        self, number: int, above: Tensor | None, left: Tensor, pooled: bool, at: AtExit, shortcut: Tensor | None
     ) -> Tensor:
         """Return the gradient behind a block for all clients that have it: from the next block, and from exits."""
         # Where there is a pool, its winners say what the ReLU let through.
-        mask = left if winners is None else None
+        mask = None if pooled else left
 
         def deeper(out: Tensor | None) -> Tensor:
             assert above is not None
@@ -173,19 +164,12 @@ class FoldedStack(Network):
             active = self.kernels.convolve(x, weight, shift, channels=block.inputs, add=add, stride=block.stride)
         return self.kernels.pool(active, block.pool) if block.pool else (active, None)
 
-    def _shortcut(self, block: Block, before: Tensor) -> Tensor:
-        """Return what a shortcut adds; its norm layer's part is in the shift."""
+    def _shortcut(self, block: Block, x: Tensor, turned: bool = False) -> Tensor:
+        """Take features (`turned`: gradients, back) along a shortcut, whose norm layer's part is in the shift."""
         if block.projection is None:
-            return before
+            return x
         weight = self.weights[block.projection.convolution]
-        return self.kernels.convolve(before, weight, stride=block.projection.stride)
-
-    def _shortcut_back(self, block: Block, gradient: Tensor) -> Tensor:
-        """Take the gradient of a sum back along the shortcut."""
-        if block.projection is None:
-            return gradient
-        weight = self.weights[block.projection.convolution]
-        return self.kernels.convolve(gradient, weight, turned=True, stride=block.projection.stride)
+        return self.kernels.convolve(x, weight, turned=turned, stride=block.projection.stride)
 
     def _back(
         self, number: int, gradient: Tensor, mask: Tensor | None, out: Tensor | None, shortcut: Tensor | None
@@ -201,14 +185,13 @@ class FoldedStack(Network):
         found = torch.bmm(gradient.reshape(k, n, -1), weight.transpose(1, 2)).view(k, n, h, w, -1)
         return self.kernels.finish(found, mask=mask, out=out) if mask is not None or out is not None else found
 
-    def _exit(self, exits: Exits, feature: Tensor) -> Exit:
+    def _exit(self, exits: Exits, feature: Tensor) -> ExitRun:
         return dense_forward(exits.program.dense, *self._layers(exits), self.pooled(exits, feature))
 
     def _layers(self, exits: Exits) -> tuple[list[Tensor], list[Tensor | None]]:
         """Return weights and biases of an exit's dense layers."""
-        before = sum(len(other.program.dense) for other in self.ladder.exits if other.low < exits.low)
-        own = slice(before, before + len(exits.program.dense))
-        return self.dense_weights[own], self.dense_biases[own]
+        names = [layer.name for layer in exits.program.dense]
+        return [self.dense[f"{name}.weight"] for name in names], [self.dense.get(f"{name}.bias") for name in names]
 
 
 def _small_blocks(program: LayerProgram) -> list[int]:
@@ -248,15 +231,3 @@ def as_matrix(weight: Tensor, side: int) -> Tensor:
     pairs = torch.stack([weight[:, tap] for tap in taps], dim=1)
     grid = pairs.view(clients, side * side, side * side, inputs, outputs)
     return grid.transpose(2, 3).reshape(clients, side * side * inputs, side * side * outputs)
-
-
-def _refill(old: list[Any], new: list[Any], dtype: torch.dtype) -> list[Any]:
-    """Write new values into the tensors that are there; None stays None."""
-    if not old:
-        # Stacks of what all clients share are views, and masters must not be written through.
-        fresh = torch.contiguous_format
-        return [value if value is None else value.to(dtype, copy=True, memory_format=fresh) for value in new]
-    for there, value in zip(old, new, strict=True):
-        if there is not None:
-            there.copy_(value)
-    return old

@@ -21,8 +21,8 @@ from fedprophet.fast.kernels import (
     FEW,
     TINY,
     Ball,
+    BatchNorm,
     Kernels,
-    Norm,
     Scaling,
     Slopes,
     Statistics,
@@ -173,7 +173,7 @@ class TritonKernels(Kernels):
         )
         return y
 
-    def norm_statistics(self, x: Tensor, norm: Norm) -> Statistics:
+    def norm_statistics(self, x: Tensor, norm: BatchNorm) -> Statistics:
         clients, channels = x.shape[0], x.shape[-1]
         given = (norm.weight, norm.bias, norm.weight if norm.before is None else norm.before)
         running = (norm.running_mean, norm.running_var)
@@ -186,7 +186,7 @@ class TritonKernels(Kernels):
         )
         return Statistics(*out.unbind())
 
-    def fold(self, weight: Tensor, norm: Norm, out: Tensor, shift: Tensor, add: bool) -> None:
+    def fold(self, weight: Tensor, norm: BatchNorm, out: Tensor, shift: Tensor, add: bool) -> None:
         clients, channels = weight.shape[0], weight.shape[-1]
         given = (norm.weight, norm.bias, norm.weight if norm.before is None else norm.before)
         # What all clients share lies in memory once: its clients are no step apart.
@@ -229,7 +229,7 @@ class TritonKernels(Kernels):
         clients, samples, height, width, channels = x.shape
         far = ball.norm == "l2"
         if far and spread:
-            gradient, spread = self._padded(gathered(gradient, channels), scaling.channels), False
+            gradient, spread = F.pad(gathered(gradient, channels), (0, scaling.channels - channels)), False
         parts = max(1, min(8, triton.cdiv(x.shape[2:].numel(), 4 * BLOCK))) if far else 1
         sums = self._sample_sums(x, clean, gradient, scaling, parts) if far else ball.radius
         positions = clients * samples * height * width
@@ -241,10 +241,6 @@ class TritonKernels(Kernels):
         on_images.ascend[(triton.cdiv(positions, block_p), triton.cdiv(channels, block_c))](
             *tensors, *sizes, *bounds, far, spread, parts, TINY, block_p, block_c
         )
-
-    @staticmethod
-    def _padded(gradient: Tensor, channels: int) -> Tensor:
-        return F.pad(gradient, (0, channels - gradient.shape[-1]))
 
     @staticmethod
     def _sample_sums(x: Tensor, clean: Tensor, gradient: Tensor, scaling: Scaling, parts: int) -> Tensor:

@@ -15,7 +15,7 @@ from torch.nn.grad import conv2d_input, conv2d_weight
 FEW = 32
 """The most numbers that a position of an image of few channels reads, and sends gradients to."""
 TINY = 1e-12
-"""Keeps a direction finite where there is none."""
+"""Keeps the direction of a zero gradient finite."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Ball:
 
 
 @dataclass(frozen=True)
-class Norm:
+class BatchNorm:
     """A batch norm layer and the bias of the convolution in front of it, if that has one; everything is K×C."""
 
     weight: Tensor
@@ -206,7 +206,7 @@ class Kernels:
         gradient = torch.bmm((scores.softmax(dim=2) - targets).to(x.dtype), weight.transpose(1, 2))
         return self.average_gradient(gradient, x, 1, strong_convexity, masked, out)
 
-    def norm_statistics(self, x: Tensor, norm: Norm) -> Statistics:
+    def norm_statistics(self, x: Tensor, norm: BatchNorm) -> Statistics:
         """Return the statistics over samples and positions, and let the running ones follow, in place."""
         variance, mean = torch.var_mean(x.float(), dim=(1, 2, 3), correction=0)
         inverse = torch.rsqrt(variance + norm.epsilon)
@@ -215,7 +215,7 @@ class Kernels:
         norm.running_var.lerp_(variance * unbiased(x), norm.momentum)
         return Statistics(mean, inverse, scale, norm.bias - mean * scale)
 
-    def fold(self, weight: Tensor, norm: Norm, out: Tensor, shift: Tensor, add: bool) -> None:
+    def fold(self, weight: Tensor, norm: BatchNorm, out: Tensor, shift: Tensor, add: bool) -> None:
         """Make a norm layer with its running statistics part of the convolution in front of it.
 
         `out` takes the convolution, and `shift` what the layer adds; `add`: to what is there already.
@@ -278,12 +278,12 @@ STEPS = {"linf": _linf_step, "l2": _l2_step}
 
 
 def row_count(x: Tensor) -> int:
-    """Return how many numbers a client's statistics of a channel are of."""
+    """Return how many values a client's statistics of one channel are taken over."""
     return x.shape[1:4].numel()
 
 
 def unbiased(x: Tensor) -> float:
-    """Return by how much the variance of so many numbers is too small."""
+    """Return the factor that makes a batch's variance an unbiased estimate."""
     rows = row_count(x)
     return rows / (rows - 1)
 

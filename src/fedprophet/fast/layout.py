@@ -15,35 +15,39 @@ Tensors = Mapping[str, Tensor]
 STATISTICS = (".running_mean", ".running_var")
 
 
+def rounded_up(size: int, multiple: int) -> int:
+    """Return the smallest multiple that is not below a size."""
+    return -(-size // multiple) * multiple
+
+
 class StackLayout:
     """Where each tensor of a ladder's clients lies in a stack, and back. All clients are moved at once."""
 
     def __init__(self, ladder: Ladder, multiple: int) -> None:
         self.ladder = ladder
         self.multiple = multiple
-        convolutions = [part for block in ladder.longest.blocks for part in block.convolutions]
-        self._convolutions = {name: part for part in convolutions for name in part.tensors}
+        self._convolutions = {name: part for part in ladder.longest.convolutions for name in part.tensors}
         first = {exits.program.dense[0].name: exits.program for exits in ladder.exits if exits.program.dense}
         self._flattens = {f"{name}.weight": program for name, program in first.items()}
 
     def padded(self, channels: int) -> int:
         """Return a number of channels, padded."""
-        return -(-channels // self.multiple) * self.multiple
+        return rounded_up(channels, self.multiple)
 
     def names(self) -> tuple[str, ...]:
         """Return the state-dict names of the ladder's tensors."""
         return tuple(self.ladder.spans)
 
     def parameters(self) -> list[str]:
-        """Return those that gradients change: all but the norm layers' statistics."""
+        """Return the names of what gradients change: everything but the norm layers' statistics."""
         return [name for name in self.names() if not name.endswith(STATISTICS)]
 
     def statistics(self) -> list[str]:
-        """Return the others."""
+        """Return the names of the norm layers' statistics."""
         return [name for name in self.names() if name.endswith(STATISTICS)]
 
     def stacked(self, parameters: Sequence[Tensors], device: torch.device) -> dict[str, Tensor]:
-        """Return the clients' parameters as stacks; what all who have it share lies in memory once."""
+        """Return the clients' parameters as stacks; what all of them share is held in memory once."""
         columns = {
             name: [tensors[name] for tensors in parameters[low:high]] for name, (low, high) in self.ladder.spans.items()
         }
@@ -60,12 +64,8 @@ class StackLayout:
             stacks |= {name: self._into(name, value) for name, value in zip(names, together, strict=True)}
         return {name: stacks[name] for name in self.names()}
 
-    def clients(self, stacks: Tensors) -> dict[str, Tensor]:
-        """Return each parameter of those who have it in its own shape, clients first, in memory of their own."""
-        return {name: self.client(name, stacks[name]) for name in self.names()}
-
-    def client(self, name: str, stack: Tensor) -> Tensor:
-        """Return the same for one parameter."""
+    def unstacked(self, name: str, stack: Tensor) -> Tensor:
+        """Return a parameter of the clients that have it in its own shape, clients first, in memory of its own."""
         return self._out_of(name, stack).clone(memory_format=torch.contiguous_format)
 
     def _into(self, name: str, values: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ def transferred(values: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def sent(values: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on a device. On the way to a GPU the host does not wait until that has done what it was asked."""
+    """Return a tensor on a device; a copy to a GPU does not wait for the work that is queued there."""
     if values.device.type == "cpu" and device.type == "cuda":
         return values.pin_memory().to(device, non_blocking=True)
     return values.to(device)

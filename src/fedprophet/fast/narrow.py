@@ -18,17 +18,17 @@ from torch import Tensor, nn
 
 from fedprophet.cascade.channels import Channels, Kept, first_channels
 from fedprophet.cascade.narrow import full_over_kept
-from fedprophet.fast.layout import Tensors, sent, transferred
+from fedprophet.fast.layout import Tensors, rounded_up, sent, transferred
 from fedprophet.fast.program import Ladder, LayerProgram
 
 Factors = Mapping[str, float]
-"""By how much tensors are multiplied, by name; those that are not there lie as they are."""
+"""The factors of scaled tensors, by name; all others are as the client has them."""
 Shape = tuple[int, ...]
 
 WHOLE = 8
 """The full width. Widths are counted in eighths of it: fewer would waste work on zeros, more would need more plans."""
 APART = 1.0
-"""What it costs to run clients apart from others, in clients of the full width: small layers do not fill a device."""
+"""The cost of one more group, in clients of full width: small groups do not fill a device."""
 
 
 def width_of(channels: Channels, kept: Kept) -> int:
@@ -43,21 +43,13 @@ def room(model: nn.Module, channels: Channels, width: int, tile: int) -> dict[st
     The outputs of linear layers are never cut. They cost little, and dropout then draws as many numbers for them at
     every width.
     """
-    return {
-        group: first_channels(
-            full, full if _is_linear(model, group) else min(full, _up(-(-width * full // WHOLE), tile))
-        )
-        for group, full in channels.groups.items()
-    }
-
-
-def _up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
-
-
-def _is_linear(model: nn.Module, group: str) -> bool:
-    """Whether a group of channels is the outputs of a linear layer; it is named after the first layer that makes it."""
-    return isinstance(model.get_submodule(group), nn.Linear)
+    found = {}
+    for group, full in channels.groups.items():
+        # A group is named after the first layer that makes it.
+        whole = isinstance(model.get_submodule(group), nn.Linear)
+        count = full if whole else min(full, rounded_up(-(-width * full // WHOLE), tile))
+        found[group] = first_channels(full, count)
+    return found
 
 
 def shapes_in(channels: Channels, kept: Kept, tensors: Tensors) -> dict[str, Shape]:
@@ -84,10 +76,10 @@ def work(program: LayerProgram) -> int:
 
 
 def run_at(counts: Mapping[int, int], cost: Callable[[int], float]) -> dict[int, int]:
-    """Return the width that clients of each width are run at, so that all of it costs least.
+    """Return the width at which to run the clients of each width, so that the total cost is lowest.
 
-    `counts` says how many clients there are of each width, `cost` what one costs that is run at a width. Neighbouring
-    widths are run together at the largest of them, or apart, which costs something as well (`APART`).
+    `counts` says how many clients have each width, `cost` what a client costs at a width. Neighbouring widths are run
+    together at the largest of them, or apart, which has a cost of its own (`APART`).
     """
     widths = sorted(counts, reverse=True)
 
@@ -111,7 +103,7 @@ def run_at(counts: Mapping[int, int], cost: Callable[[int], float]) -> dict[int,
 
 
 def factors_of(channels: Channels, kept: Kept) -> dict[str, float]:
-    """Return by how much a sub-network's tensors are multiplied."""
+    """Return the factors of a sub-network's scaled tensors."""
     layers = full_over_kept(channels, kept)
     return {f"{layer}.{part}".removeprefix("."): s for layer, s in layers.items() for part in ("weight", "bias")}
 
@@ -152,7 +144,7 @@ def _corner(part: Tensor) -> tuple[slice, ...]:
 
 
 class Squares:
-    """The squares of the clients' factors, by which gradients of stacks count; a captured graph reads them anew."""
+    """The squares of the clients' factors, for the gradients of stacks; a captured graph reads them anew."""
 
     def __init__(self, names: Sequence[str], ladder: Ladder, device: torch.device) -> None:
         self._names = names

@@ -45,12 +45,12 @@ class Block(Convolution):
 
     @property
     def convolutions(self) -> tuple[Convolution, ...]:
-        """All that it has: its own, and that on its shortcut."""
+        """Its own convolution, and the one on its shortcut."""
         return (self,) if self.projection is None else (self, self.projection)
 
     @property
     def shrinks(self) -> int:
-        """How many times fewer positions a side it leaves."""
+        """The factor by which it shortens each side."""
         return self.stride * (2 if self.pool else 1)
 
 
@@ -87,10 +87,15 @@ class LayerProgram:
     convex: bool
 
     @property
+    def convolutions(self) -> tuple[Convolution, ...]:
+        """The convolutions of all blocks, in order."""
+        return tuple(part for block in self.blocks for part in block.convolutions)
+
+    @property
     def tensors(self) -> tuple[str, ...]:
         """The state-dict names of all that it computes with."""
-        blocks = [name for block in self.blocks for part in block.convolutions for name in part.tensors]
-        return (*blocks, *(name for layer in self.dense for name in layer.tensors))
+        parts: tuple[Convolution | Dense, ...] = (*self.convolutions, *self.dense)
+        return tuple(name for part in parts for name in part.tensors)
 
     @property
     def feature(self) -> tuple[int, int, int]:
@@ -140,7 +145,6 @@ class Ladder:
 
     @property
     def clients(self) -> int:
-        """How many clients there are."""
         return len(self.programs)
 
     @property

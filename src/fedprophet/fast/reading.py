@@ -13,7 +13,6 @@ from torch import fx, nn
 
 from fedprophet.cascade.atoms import Atom, Chain
 from fedprophet.cascade.heads import head_shape
-from fedprophet.cascade.operations import assign_add
 from fedprophet.cascade.trace import TracedProgram
 from fedprophet.fast.program import Block, Convolution, Dense, LayerProgram
 from fedprophet.models.normalize import Normalize
@@ -82,7 +81,7 @@ def _layers(atom: Atom) -> Iterator[Any]:
 
 
 def _flat(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the layers of a module, after a look at whether calling it is all that happens when it is called."""
+    """Yield the layers of a module; hooks, or a forward of its own, would do more than the layers say."""
     hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
     if any(hooks) or "forward" in vars(module):
         raise NotFusableError(f"hooks on a layer {type(module).__name__}")
@@ -104,17 +103,14 @@ def _called(program: TracedProgram) -> list[Any]:
     places: dict[fx.Node, list[Any]] = {start: []}
     for node in nodes:
         places[node] = _led_to(node, program, places)
-    called = [node.target for node in nodes if node.op == "call_module" and _has_tensors(program, node)]
+    targets = [str(node.target) for node in nodes if node.op == "call_module"]
+    called = [target for target in targets if program.code.get_submodule(target).state_dict()]
     if len(set(called)) < len(called):
         raise NotFusableError(USED_TWICE)
     used = {source for node in (*nodes, end) for source in node.all_input_nodes}
     if not isinstance(end.args[0], fx.Node) or len(used) < len(places):
-        raise NotFusableError("what it computes besides what it gives out")
+        raise NotFusableError("results that its output does not depend on")
     return places[end.args[0]]
-
-
-def _has_tensors(program: TracedProgram, node: fx.Node) -> bool:
-    return bool(program.code.get_submodule(str(node.target)).state_dict())
 
 
 def _led_to(node: fx.Node, program: TracedProgram, places: dict[fx.Node, list[Any]]) -> list[Any]:
@@ -132,7 +128,7 @@ def _led_to(node: fx.Node, program: TracedProgram, places: dict[fx.Node, list[An
 def _is_sum(node: fx.Node) -> bool:
     """Whether a node adds two tensors, and changes none that another node reads."""
     two = len(node.args) == len(node.all_input_nodes) == 2 and not node.kwargs
-    in_place = node.target is assign_add and len(node.all_input_nodes[0].users) == 1
+    in_place = node.target is operator.iadd and len(node.all_input_nodes[0].users) == 1
     return two and (node.target in (operator.add, torch.add) or in_place)
 
 
@@ -196,17 +192,9 @@ class _Parser:
         if norm is None:
             raise NotFusableError(f"a convolution that is followed by {self.here()}")
         _check_norm(norm)
-        return Convolution(
-            self._names[id(layer)],
-            self._names[id(norm)],
-            layer.in_channels,
-            layer.out_channels,
-            layer.bias is not None,
-            norm.eps,
-            norm.momentum,
-            layer.kernel_size[0],
-            layer.stride[0],
-        )
+        names, sizes = (self._names[id(layer)], self._names[id(norm)]), (layer.in_channels, layer.out_channels)
+        kernel, stride = layer.kernel_size[0], layer.stride[0]
+        return Convolution(*names, *sizes, layer.bias is not None, norm.eps, norm.momentum, kernel, stride)
 
     def _residual(self, paths: _Sum) -> Iterator[Block]:
         """Read two blocks with a shortcut around them; the ReLU of the second comes behind the sum."""
@@ -246,14 +234,8 @@ class _Parser:
             relu, dropout = self.take(nn.ReLU), self.take(nn.Dropout)
             if dropout is not None and dropout.p == 1:
                 raise NotFusableError("a dropout that keeps nothing")
-            yield Dense(
-                self._names[id(layer)],
-                layer.in_features,
-                layer.out_features,
-                layer.bias is not None,
-                relu is not None,
-                dropout.p if dropout is not None else 0.0,
-            )
+            name, sizes = self._names[id(layer)], (layer.in_features, layer.out_features)
+            yield Dense(name, *sizes, layer.bias is not None, relu is not None, 0.0 if dropout is None else dropout.p)
 
     def end(self) -> None:
         if self._at < len(self._layers):
@@ -299,7 +281,7 @@ def _halving(pool: nn.MaxPool2d) -> int:
 
 
 def _check_tensors(chain: Chain, first: int, last: int, program: LayerProgram) -> None:
-    """Refuse what a stack of the program's layers would not train as the plain path does."""
+    """Refuse tensors that a stack would train differently from the plain path."""
     used = program.tensors
     tensors = chain.tensors
     if len({id(tensors[name]) for name in used}) < len(used):

@@ -1,8 +1,8 @@
-"""Local training, evaluation and measuring of a group of clients at once: tasks that differ in little but the client.
+"""Local training, evaluation and measuring of a group of clients at once, whose tasks differ in little else.
 
 A plan holds the memory of one kind of group in training and is used round after round. On a GPU the pieces of its
 iterations are captured as graphs, so that each is one launch; elsewhere they are called as they are. Evaluation keeps
-nothing: its pieces are so large that their launches cost no time.
+nothing: its pieces are so large that launching them takes no noticeable time.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from fedprophet.client.statistics import ADVERSARIAL, under_attack
-from fedprophet.fast.attack import Attack
+from fedprophet.fast.attack import StackAttack
 from fedprophet.fast.draws import Draws
 from fedprophet.fast.folded import FoldedStack
 from fedprophet.fast.kernels import Kernels
 from fedprophet.fast.layout import StackLayout, Tensors
 from fedprophet.fast.narrow import Factors, Squares
 from fedprophet.fast.program import Ladder
-from fedprophet.fast.training import Training
+from fedprophet.fast.training import TrainingStack
 from fedprophet.messages.values import LocalTraining
 from fedprophet.randomness import key
 from fedprophet.threat import ThreatModel
@@ -48,8 +48,8 @@ def one_hot(labels: Tensor, classes: int) -> Tensor:
     return (labels.unsqueeze(-1) == torch.arange(classes, device=labels.device)).float()
 
 
-def _attack(threat: ThreatModel | None, device: torch.device) -> Attack | None:
-    return None if threat is None or threat.harmless else Attack(threat, device)
+def _attack(threat: ThreatModel | None, device: torch.device) -> StackAttack | None:
+    return None if threat is None or threat.harmless else StackAttack(threat, device)
 
 
 @dataclass
@@ -80,7 +80,7 @@ class TrainingPlan:
         self.attack = _attack(self.threat, device)
         self.rows = torch.arange(clients, device=device).unsqueeze(1)
         self.folded = FoldedStack(self.ladder, self.backend.kernels, self.backend.compute)
-        self.training: Training | None = None
+        self.training: TrainingStack | None = None
 
     def load(
         self,
@@ -92,14 +92,14 @@ class TrainingPlan:
     ) -> None:
         """Take over a group: its parameters, its inputs and labels, and what may change from round to round.
 
-        `factors` are by how much each client's parameters are multiplied, where there are any that can be.
+        `factors` are those of each client's scaled parameters, where there are any.
         """
         used = [under_attack(own) for own in parameters] if self.observes else parameters
         stacks = self.layout.stacked(used, self.backend.device)
         if self.training is None:
             # Training writes in place, and stacks may be views of what tasks brought.
             owned = {name: value.clone(memory_format=torch.contiguous_format) for name, value in stacks.items()}
-            self.training = Training(self.ladder, self.backend.kernels, self.backend.compute, owned, self.hyper)
+            self.training = TrainingStack(self.ladder, self.backend.kernels, self.backend.compute, owned, self.hyper)
             self.training.squares = Squares(self.scaled, self.ladder, self.backend.device) if self.scaled else None
             names = self.layout.statistics() if self.observes else []
             self.training.observed = {name: torch.empty_like(owned[name]) for name in names}
@@ -131,23 +131,17 @@ class TrainingPlan:
         """Return each client's tensors, mean loss, and whether all of its tensors are finite."""
         assert self.training is not None
         stacks, observed = self.training.stacks, self.training.observed
-        spans = self.ladder.spans
+        named = [(ADVERSARIAL if name in observed else "", name, stack) for name, stack in stacks.items()]
+        named += [("", name, stack) for name, stack in observed.items()]
         finite = torch.ones(self.ladder.clients, dtype=torch.bool, device=self.backend.device)
-        for name, stack in (*stacks.items(), *observed.items()):
-            finite[slice(*spans[name])] &= torch.isfinite(stack).flatten(1).all(dim=1)
-        losses, sound = torch.stack([self.training.losses / self.hyper.iterations, finite.float()]).tolist()
         tensors: list[dict[str, Tensor]] = [{} for _ in range(self.ladder.clients)]
-        for name, values in self.layout.clients(stacks).items():
-            self._share(tensors, ADVERSARIAL + name if name in observed else name, spans[name], values)
-        for name, stack in observed.items():
-            self._share(tensors, name, spans[name], self.layout.client(name, stack))
+        for prefix, name, stack in named:
+            span = slice(*self.ladder.spans[name])
+            finite[span] &= torch.isfinite(stack).flatten(1).all(dim=1)
+            for own, value in zip(tensors[span], self.layout.unstacked(name, stack).unbind(), strict=True):
+                own[prefix + name] = value
+        losses, sound = torch.stack([self.training.losses / self.hyper.iterations, finite.float()]).tolist()
         return tensors, losses, [bool(value) for value in sound]
-
-    @staticmethod
-    def _share(tensors: Sequence[dict[str, Tensor]], name: str, span: tuple[int, int], values: Tensor) -> None:
-        """Give each client of a span its own tensor of a name."""
-        for own, value in zip(tensors[slice(*span)], values.unbind(), strict=True):
-            own[name] = value
 
     def release(self) -> None:
         """Let go of the iterations. They know their plan, so nothing would be freed before Python looks for cycles."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedprophet.fast.kernels import Kernels, Norm, Scaling
+from fedprophet.fast.kernels import BatchNorm, Kernels, Scaling
 from fedprophet.fast.layout import StackLayout, Tensors
 from fedprophet.fast.program import Convolution, Dense, Exits, Ladder
 
@@ -19,7 +19,7 @@ Uniform = Callable[[str, tuple[int, ...]], Tensor]
 
 
 @dataclass(frozen=True)
-class Exit:
+class ExitRun:
     """What the dense layers made of a feature: the inputs of each, with its dropout applied, and the scores."""
 
     inputs: tuple[Tensor, ...]
@@ -28,7 +28,7 @@ class Exit:
     scores: Tensor
 
 
-class Network:
+class StackedNetwork:
     """The parts that folded networks and those in training share: preparing inputs, and the exits."""
 
     def __init__(self, ladder: Ladder, kernels: Kernels, compute: torch.dtype) -> None:
@@ -42,13 +42,9 @@ class Network:
         """Return how inputs are read; made once, since a graph must not copy from the host."""
         if device not in self._scalings:
             channels = self.ladder.longest.shape[0]
-            mean, std = self.ladder.longest.normalize or ((0.0,) * channels, (1.0,) * channels)
-            self._scalings[device] = Scaling(
-                torch.tensor(mean, device=device),
-                torch.tensor(std, device=device),
-                self.compute,
-                self.layout.padded(channels),
-            )
+            numbers = self.ladder.longest.normalize or ((0.0,) * channels, (1.0,) * channels)
+            mean, std = (torch.tensor(values, device=device) for values in numbers)
+            self._scalings[device] = Scaling(mean, std, self.compute, self.layout.padded(channels))
         return self._scalings[device]
 
     def prepare(self, x: Tensor) -> Tensor:
@@ -82,9 +78,9 @@ class Network:
         return [exits for exits in self.ladder.exits if exits.depth == depth]
 
 
-def norm_of(part: Convolution, stacks: Tensors, statistics: Tensors) -> Norm:
+def norm_of(part: Convolution, stacks: Tensors, statistics: Tensors) -> BatchNorm:
     """Return the norm layer behind a convolution; `statistics` has its running ones."""
-    return Norm(
+    return BatchNorm(
         stacks[f"{part.norm}.weight"],
         stacks[f"{part.norm}.bias"],
         stacks[f"{part.convolution}.bias"] if part.bias else None,
@@ -121,7 +117,7 @@ def dense_forward(
     biases: Sequence[Tensor | None],
     x: Tensor,
     uniform: Uniform | None = None,
-) -> Exit:
+) -> ExitRun:
     """Run the dense layers of all clients; dropout acts where there are `uniform` draws for it."""
     inputs: list[Tensor] = []
     kept: list[Tensor | None] = []
@@ -135,11 +131,11 @@ def dense_forward(
             keep = (drawn >= layer.dropout).to(x.dtype) / (1 - layer.dropout)
             x = x * keep
         kept.append(keep)
-    return Exit(tuple(inputs), tuple(kept), x.float())
+    return ExitRun(tuple(inputs), tuple(kept), x.float())
 
 
 def dense_backward(
-    layers: Sequence[Dense], weights: Sequence[Tensor], run: Exit, gradient: Tensor, parameters: bool = True
+    layers: Sequence[Dense], weights: Sequence[Tensor], run: ExitRun, gradient: Tensor, parameters: bool = True
 ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
     """Return the gradient of the exit's input, and (if asked for) each layer's of weight and bias in float32."""
     found: list[tuple[Tensor, Tensor]] = []

@@ -35,7 +35,7 @@ def _turned(tiles: int, rows: int, height: int, block_k: int, wide: bool) -> Til
 
 
 def row_tiles(rows: int, inputs: int, outputs: int, dtype: Any) -> Tiles:
-    """Return the tiles of one whose threads compute addresses."""
+    """Return the tiles of a convolution whose threads compute addresses."""
     if dtype == torch.float32:
         return 64, divisor(outputs, 64), divisor(inputs, 32), 4, 2
     block_n, block_k = divisor(outputs, 128), divisor(inputs, 64)

@@ -9,10 +9,15 @@ from torch import Tensor
 
 from fedprophet.fast.draws import Draws
 from fedprophet.fast.kernels import Kernels, Statistics
+from fedprophet.fast.layout import Tensors
 from fedprophet.fast.narrow import Squares
 from fedprophet.fast.program import Block, Convolution, Exits, Ladder
-from fedprophet.fast.stack import Network, dense_backward, dense_forward, joined, norm_of
+from fedprophet.fast.stack import StackedNetwork, dense_backward, dense_forward, joined, norm_of
 from fedprophet.messages.values import LocalTraining
+
+Weights = Mapping[Convolution, Tensor]
+"""The convolutions' weights in the type that products are computed in."""
+Gradients = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,7 @@ class Saved:
     projected: Normed | None
 
 
-class Training(Network):
+class TrainingStack(StackedNetwork):
     """Networks in training mode. `stacks` are changed in place, `losses` collects the sum of each client's losses."""
 
     def __init__(
@@ -52,16 +57,16 @@ class Training(Network):
         self.learning_rate = torch.tensor(hyper.learning_rate, device=first.device)
         self.velocity = {name: torch.zeros_like(stacks[name]) for name in self.layout.parameters()}
         self.losses = torch.zeros(ladder.clients, device=first.device)
-        biases = [f"{part.convolution}.bias" for part in self._convolutions() if part.bias]
+        biases = [f"{part.convolution}.bias" for part in ladder.longest.convolutions if part.bias]
         # What a batch norm subtracts again has no gradient.
         self._nothing = {name: torch.zeros_like(stacks[name]) for name in biases}
         self.squares: Squares | None = None
-        """By what gradients count where parameters lie multiplied by a factor, see `narrow`."""
+        """Factors for the gradients of scaled parameters, see `narrow`."""
         self.observed: dict[str, Tensor] = {}
-        """A second set of norm statistics, which follow the batches that are observed."""
+        """A second set of norm statistics, which follows the observed batches."""
 
     @property
-    def held(self) -> tuple[Mapping[str, Tensor], ...]:
+    def held(self) -> tuple[Tensors, ...]:
         """All tensors that last from step to step."""
         return self.stacks, self.velocity, self.observed, self._nothing
 
@@ -85,7 +90,8 @@ class Training(Network):
             deeper = partial(self._deeper, behind, above, weights[behind], shortcuts.pop(number + 1, None))
             here = partial(self._exit, kept.left, targets, draws, gradients)
             gradient = joined(kept.left, self.leaving(number + 1), above, deeper, here)
-            gradient = self._unpooled(blocks[number], kept, gradient)
+            if kept.winners is not None:
+                gradient = self.kernels.unpool(kept.winners, gradient, blocks[number].pool)
             above = self._backward(blocks[number], kept.x, kept.own, kept.active, gradient, gradients)
             if blocks[number].residual:
                 shortcuts[number - 1] = self._shortcut_back(blocks[number], kept, weights, gradient, gradients)
@@ -96,9 +102,7 @@ class Training(Network):
         for _ in self._run(z, self._weights(), self.observed):
             pass
 
-    def _run(
-        self, z: Tensor, weights: Mapping[Convolution, Tensor], statistics: Mapping[str, Tensor]
-    ) -> Iterator[Saved]:
+    def _run(self, z: Tensor, weights: Weights, statistics: Tensors) -> Iterator[Saved]:
         """Run block after block with the batch's own statistics, and let the running ones follow."""
         before = z
         for block, reach in zip(self.ladder.longest.blocks, self.ladder.reach, strict=True):
@@ -106,11 +110,8 @@ class Training(Network):
             z, before = kept.left, z
             yield kept
 
-    def _convolutions(self) -> list[Convolution]:
-        return [part for block in self.ladder.longest.blocks for part in block.convolutions]
-
-    def _weights(self) -> dict[Convolution, Tensor]:
-        return {part: self._weight(part.convolution) for part in self._convolutions()}
+    def _weights(self) -> Weights:
+        return {part: self._weight(part.convolution) for part in self.ladder.longest.convolutions}
 
     def _deeper(
         self, block: Block, above: Tensor | None, weight: Tensor, shortcut: Tensor | None, out: Tensor | None
@@ -122,14 +123,7 @@ class Training(Network):
     def _weight(self, name: str) -> Tensor:
         return self.stacks[f"{name}.weight"].to(self.compute)
 
-    def _forward(
-        self,
-        block: Block,
-        weights: Mapping[Convolution, Tensor],
-        x: Tensor,
-        before: Tensor,
-        statistics: Mapping[str, Tensor],
-    ) -> Saved:
+    def _forward(self, block: Block, weights: Weights, x: Tensor, before: Tensor, statistics: Tensors) -> Saved:
         """Run one block with the batch's own statistics; `before` is what the last block read."""
         own = self._normed(block, weights[block], x, statistics)
         part = block.projection
@@ -142,20 +136,14 @@ class Training(Network):
         left, winners = self.kernels.pool(active, block.pool) if block.pool else (active, None)
         return Saved(x, own, active, left, winners, None if projected is None else before, projected)
 
-    def _normed(self, part: Convolution, weight: Tensor, x: Tensor, statistics: Mapping[str, Tensor]) -> Normed:
+    def _normed(self, part: Convolution, weight: Tensor, x: Tensor, statistics: Tensors) -> Normed:
         """Run a convolution, take the statistics of what it gives, and let the running ones follow."""
         convolved = self.kernels.convolve(x, weight, channels=part.inputs, stride=part.stride)
         norm = norm_of(part, self.stacks, statistics)
         return Normed(convolved, self.kernels.norm_statistics(convolved, norm))
 
     def _exit(
-        self,
-        features: Tensor,
-        targets: Tensor,
-        draws: Draws,
-        gradients: dict[str, Tensor],
-        exits: Exits,
-        out: Tensor | None,
+        self, features: Tensor, targets: Tensor, draws: Draws, gradients: Gradients, exits: Exits, out: Tensor | None
     ) -> Tensor:
         """Return the gradient of the mean loss with respect to the feature, and note those of the dense layers."""
         clients = slice(exits.low, exits.high)
@@ -179,11 +167,8 @@ class Training(Network):
                 gradients[f"{layer.name}.bias"] = bias
         return self.exit_gradient(exits, gradient, feature, mu / samples, out=out)
 
-    def _unpooled(self, block: Block, kept: Saved, gradient: Tensor) -> Tensor:
-        return gradient if kept.winners is None else self.kernels.unpool(kept.winners, gradient, block.pool)
-
     def _backward(
-        self, part: Convolution, x: Tensor, normed: Normed, active: Tensor, g: Tensor, gradients: dict[str, Tensor]
+        self, part: Convolution, x: Tensor, normed: Normed, active: Tensor, g: Tensor, gradients: Gradients
     ) -> Tensor:
         """Go back through ReLU and norm layer to what a convolution gave; note the gradients of their parameters."""
         slopes = self.kernels.norm_slopes(g, active, normed.convolved, normed.statistics)
@@ -195,12 +180,7 @@ class Training(Network):
         return dx
 
     def _shortcut_back(
-        self,
-        block: Block,
-        kept: Saved,
-        weights: Mapping[Convolution, Tensor],
-        gradient: Tensor,
-        gradients: dict[str, Tensor],
+        self, block: Block, kept: Saved, weights: Weights, gradient: Tensor, gradients: Gradients
     ) -> Tensor:
         """Take the gradient behind a block's ReLU back along its shortcut."""
         part = block.projection
@@ -209,7 +189,7 @@ class Training(Network):
         dx = self._backward(part, kept.before, kept.projected, kept.active, gradient, gradients)
         return self.kernels.convolve(dx, weights[part], turned=True, stride=part.stride)
 
-    def _descend(self, gradients: dict[str, Tensor]) -> None:
+    def _descend(self, gradients: Gradients) -> None:
         """Take the step: v ← momentum · v + g + decay · w, w ← w − rate · v."""
         names = self.layout.parameters()
         if self.squares is not None:

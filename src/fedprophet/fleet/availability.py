@@ -2,14 +2,18 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
-from fedprophet.errors import ConfigError, unknown
+from fedprophet.errors import ConfigError
 from fedprophet.fleet.device import Device, Pool
 from fedprophet.messages.values import Resources
 from fedprophet.randomness import numpy_generator
+from fedprophet.settings.section import Section
+from fedprophet.settings.values import OneOf
 
 APPS: Mapping[str, float] = {
     "idle": 1.0,
@@ -23,41 +27,6 @@ APPS: Mapping[str, float] = {
 
 
 @dataclass(frozen=True)
-class Availability:
-    """How the free shares of a device are drawn: performance as named, memory from U[0, memory_share].
-
-    `floor` is the smallest share of performance that `uniform` draws.
-    """
-
-    performance: str = "uniform"
-    floor: float = 0.05
-    memory_share: float = 0.2
-
-    def __post_init__(self) -> None:
-        if self.performance not in SHARES:
-            raise ConfigError(unknown("availability of performance", self.performance, SHARES))
-        if not 0 < self.floor <= 1:
-            raise ConfigError(f"the floor of available performance must be above 0 and at most 1, not {self.floor}")
-        if not 0 < self.memory_share <= 1:
-            raise ConfigError(f"the share of available memory must be above 0 and at most 1, not {self.memory_share}")
-
-    def resources(self, device: Device, seed: int, round: int, client: int, minimum: int) -> Resources:
-        """Return what the client's device has available in this round; memory is never below `minimum` (R_min)."""
-        rng = numpy_generator(seed, "availability", round, client)
-        memory = max(minimum, int(device.memory * rng.uniform(0.0, self.memory_share)))
-        share = SHARES[self.performance].draw(rng, self.floor)
-        return Resources(memory, device.performance * share, device.bandwidth)
-
-
-def _uniform(rng: np.random.Generator, floor: float) -> float:
-    return float(rng.uniform(floor, 1.0))
-
-
-def _apps(rng: np.random.Generator, floor: float) -> float:
-    return float(rng.choice(list(APPS.values())))
-
-
-@dataclass(frozen=True)
 class Share:
     """A way to draw the share of a device's performance that is free, and its line of help."""
 
@@ -66,16 +35,43 @@ class Share:
 
 
 SHARES: Mapping[str, Share] = {
-    "uniform": Share(_uniform, "drawn from [performance_floor, 1]"),
-    "apps": Share(_apps, "drawn from six co-running loads"),
+    "uniform": Share(lambda rng, floor: float(rng.uniform(floor, 1.0)), "drawn from [performance_floor, 1]"),
+    "apps": Share(lambda rng, floor: float(rng.choice(list(APPS.values()))), "drawn from six co-running loads"),
 }
 
 
-def device_probabilities(pool: Pool, exponent: float = 0.0) -> npt.NDArray[np.float64]:
-    """Return how likely each device of the pool is: ∝ (performance · memory)^exponent.
+class FleetSettings(Section):
+    """The devices of the clients."""
 
-    0 is balanced; below 0, weak devices are more frequent.
-    """
+    pool: str = Field(
+        default="small", description="Name of a device pool that ships, or the path of a pool's TOML file."
+    )
+    exponent: float = Field(
+        default=0.0,
+        description="A device is drawn with a probability proportional to (performance · memory)^exponent: 0 draws all "
+        "alike, below 0 favours weak devices.",
+    )
+    performance: Annotated[str, OneOf(lambda: {name: share.help for name, share in SHARES.items()})] = Field(
+        default="uniform", description="Share of its peak performance that a device has available."
+    )
+    performance_floor: float = Field(default=0.05, gt=0, le=1, description='"uniform": the lowest share that is drawn.')
+    memory_share: float = Field(
+        default=0.2,
+        gt=0,
+        le=1,
+        description="A device has U[0, memory_share] of its peak memory available, but never less than the budget.",
+    )
+
+    def resources(self, device: Device, seed: int, round: int, client: int, minimum: int) -> Resources:
+        """Return what the client's device has available in this round; memory is never below `minimum` (R_min)."""
+        rng = numpy_generator(seed, "availability", round, client)
+        memory = max(minimum, int(device.memory * rng.uniform(0.0, self.memory_share)))
+        share = SHARES[self.performance].draw(rng, self.performance_floor)
+        return Resources(memory, device.performance * share, device.bandwidth)
+
+
+def device_probabilities(pool: Pool, exponent: float = 0.0) -> npt.NDArray[np.float64]:
+    """Return how likely each device is: ∝ (performance · memory)^exponent; below 0, weak ones are more frequent."""
     if not np.isfinite(exponent):
         raise ConfigError(f"the exponent of the device probabilities must be a finite number, not {exponent}")
     # In logarithms, because performance · memory is about 10^20 and its powers overflow.

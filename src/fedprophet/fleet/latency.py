@@ -1,4 +1,4 @@
-"""The simulated clock of local training: computation, and access to storage where a workload does not fit in memory.
+"""The simulated clock of local training: computation, and access to storage if a workload does not fit in memory.
 
 A device that cannot hold a workload swaps parameters, optimiser state and activations to its storage, in as many
 pieces as its memory needs; each access costs a fixed time on top of the transfer. Attack steps keep neither
@@ -48,7 +48,7 @@ class Workload:
         return 2 * self.flops * samples / self.batch / resources.performance
 
     def step_access_seconds(self, samples: int, resources: Resources) -> float:
-        """Return the access to storage of one training step: its input where it fits, else all that is swapped."""
+        """Return the access to storage of one training step: its input if it fits, else all that is swapped."""
         need, memory = self.training_bytes(samples), resources.memory
         if need <= memory:
             return BYTES * self._scaled(self.input_elements, samples) / resources.bandwidth + ACCESS_SECONDS
@@ -57,7 +57,7 @@ class Workload:
         return (self._swapped_bytes(samples) + extra) / resources.bandwidth + ACCESS_SECONDS * accesses
 
     def attack_access_seconds(self, samples: int, resources: Resources) -> float:
-        """Return the access to storage of one attack step: none where it fits."""
+        """Return the access to storage of one attack step: none if it fits."""
         need = self.attack_bytes(samples)
         if need <= resources.memory:
             return 0.0
@@ -111,7 +111,7 @@ def batch_sizes(samples: int, batch: int, iterations: int) -> tuple[int, ...]:
 def local_time(workload: Workload, resources: Resources, batches: Sequence[int], attack_steps: int) -> Time:
     """Return the time of one round of local training on batches of these sizes, each attacked before its step.
 
-    Parameters that fit are read once a round; where only the smaller batches fit, once for them.
+    Parameters that fit are read once a round; if only the smaller batches fit, once for those.
     """
     _check(resources, batches, attack_steps)
     computation = access = 0.0

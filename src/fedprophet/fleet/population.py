@@ -7,13 +7,10 @@ import numpy.typing as npt
 
 from fedprophet.data.dataset import ClientData, Dataset, LocalExamples
 from fedprophet.data.shards import ShardSettings, make_shards, split
-from fedprophet.errors import ConfigError
-from fedprophet.fleet.availability import Availability, device_probabilities, draw_device
+from fedprophet.fleet.availability import FleetSettings, draw_device
 from fedprophet.fleet.device import Device, Pool
 from fedprophet.messages.values import SERVER, Resources
 from fedprophet.randomness import numpy_generator
-
-__all__ = ["ClientData", "LocalExamples", "Population"]
 
 
 class Population:
@@ -27,28 +24,15 @@ class Population:
         seed: int,
         clients: int,
         *,
-        availability: Availability | None = None,
-        exponent: float = 0.0,
+        fleet: FleetSettings | None = None,
         validation: float = 0.2,
         public: int = 0,
     ) -> None:
-        """Divide the training set; `exponent` weighs the devices, `validation` is each client's held-out share.
-
-        `public` samples move from the test set to the server's public set.
-        """
-        device_probabilities(pool, exponent)  # a bad setting is found here, not in the middle of a round
-        if not 0 <= validation < 1:
-            raise ConfigError(f"the validation part of a shard must be at least 0 and below 1, not {validation}")
-        if not isinstance(public, int) or not 0 <= public <= max(len(dataset.test) - 1, 0):
-            raise ConfigError(
-                f"the public set must be a whole number of samples, at least 0 and below the {len(dataset.test)} of "
-                f"the test set that it is taken from, not {public}"
-            )
+        """Deal out the training set, and move `public` samples from the test set to the server's public set."""
         self.dataset = dataset
         self.pool = pool
         self.seed = seed
-        self.availability = availability or Availability()
-        self._exponent = exponent
+        self.fleet = fleet or FleetSettings()
         self._validation = validation
         order = numpy_generator(seed, "public set").permutation(len(dataset.test))
         self._public, self._test = np.sort(order[:public]), np.sort(order[public:])
@@ -82,14 +66,14 @@ class Population:
         """Return the device that a client has for the whole run."""
         if not 0 <= client < self.size:
             raise IndexError(f"client {client} of {self.size}")
-        return draw_device(self.pool, self.seed, client, self._exponent)
+        return draw_device(self.pool, self.seed, client, self.fleet.exponent)
 
     def resources(self, client: int, round: int, minimum: int) -> Resources:
         """Return what a client has available in a round, at least `minimum` bytes of memory (R_min)."""
-        return self.availability.resources(self.device(client), self.seed, round, client, minimum)
+        return self.fleet.resources(self.device(client), self.seed, round, client, minimum)
 
     def draw(self, round: int, count: int, seed: int, purpose: str) -> tuple[int, ...]:
-        """Draw `count` different clients that own data, or all of them where they are fewer, in ascending order."""
+        """Draw `count` different clients that own data, or all of them if they are fewer, in ascending order."""
         count = min(count, len(self.eligible))
         chosen = numpy_generator(seed, purpose, round).choice(self.eligible, size=count, replace=False)
         return tuple(np.sort(chosen).tolist())

@@ -1,4 +1,4 @@
-"""`python -m fedprophet.flower` prints the folder of the Flower app, which `flwr run` is given."""
+"""`python -m fedprophet.flower` prints the folder of the Flower app: the argument of `flwr run`."""
 
 from importlib.resources import files
 

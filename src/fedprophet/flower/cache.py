@@ -1,4 +1,4 @@
-"""Fixed modules on a node's disk, by the hash of their parameters: each travels to a node once.
+"""Frozen modules on a node's disk, by the hash of their parameters: each travels to a node once.
 
 Several processes may use one folder. Files appear whole and are read without a lock: a module that another process
 deletes at that moment is asked for again. Writing and deleting hold the folder's lock.
@@ -14,10 +14,9 @@ from pathlib import Path
 from types import MappingProxyType
 
 from safetensors import SafetensorError
-from torch import Tensor
 
 from fedprophet.errors import CheckpointError
-from fedprophet.flower.protocol import ProtocolError
+from fedprophet.flower.protocol import ProtocolError, Tensors
 from fedprophet.messages.modules import digest
 from fedprophet.storage.files import (
     TRY_AGAIN,
@@ -29,17 +28,15 @@ from fedprophet.storage.files import (
 )
 from fedprophet.storage.locks import folder_lock
 
-Tensors = Mapping[str, Tensor]
 log = logging.getLogger("fedprophet")
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _OURS = re.compile(r"\.?[0-9a-f]{32}\.safetensors(\.tmp)?")
 """The files that are counted and deleted. A temporary one found under the lock was left by a killed process."""
-_UNREADABLE = (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError)
 
 
 class ModuleCache:
-    """The fixed modules in a folder, at most `limit` bytes: the least recently used are deleted first.
+    """The frozen modules in a folder, at most `limit` bytes: the least recently used are deleted first.
 
     The modification time of a file says when it was last used, so that the order outlives the process.
     """
@@ -85,14 +82,14 @@ class ModuleCache:
         return self._folder / f"{name}.safetensors"
 
     def _read(self, name: str) -> Tensors | None:
-        """Return a module; None where it is not there, or damaged, which deletes it."""
+        """Return a module; None if it is not there, or damaged, which deletes it."""
         path = self._path(name)
         try:
             tensors = tensors_from_bytes(path.read_bytes())
             damage = None if digest(tensors) == name else "its content is not what its name says"
         except FileNotFoundError:
             return None
-        except _UNREADABLE as error:
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
             damage = str(error)
         if damage is not None:
             log.warning("the cached module %s is damaged and will be asked for again: %s", path, damage)
@@ -114,7 +111,7 @@ class ModuleCache:
             self._touch(self._path(name))
 
     def _touch(self, path: Path) -> None:
-        """Make a file the most recently used one, even where the clock went back or has not moved."""
+        """Make a file the most recently used one, even if the clock went back or has not moved."""
         newest = max((time_ns for time_ns, _, _ in self._files()), default=0)
         now = max(time.time_ns(), newest + 1)
         with suppress(OSError):  # a wrong order costs one more transfer

@@ -8,7 +8,7 @@ from fedprophet.flower.node import answer
 
 
 def make_app(leave: str | None = None) -> ClientApp:
-    """Return the app; as soon as there is a file `leave`, its process ends, even in the middle of a task."""
+    """Return the app; its process ends as soon as the file `leave` exists, even in the middle of a task."""
     app = ClientApp()
 
     @app.query()

@@ -12,6 +12,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from flwr.app import Message
+from flwr.serverapp import Grid
 from torch import Tensor
 
 from fedprophet.engines.plain import PlainEngine
@@ -19,26 +20,21 @@ from fedprophet.engines.registry import EngineParts, cores
 from fedprophet.errors import TrainingError
 from fedprophet.flower.manifest import RunManifest, run_id
 from fedprophet.flower.node_registry import KeyedClients, NodeRegistry
-from fedprophet.flower.protocol import Lacking, ProtocolError, Refusal, harmless, pack_task, unpack_answer
+from fedprophet.flower.protocol import Hello, Lacking, ProtocolError, harmless, pack_task
 from fedprophet.flower.settings import FlowerSettings
-from fedprophet.flower.timeouts import Timeouts
-from fedprophet.flower.transport import MOST_AT_ONCE, SPARE_BYTES, Grid, Ledger, Transport
+from fedprophet.flower.transport import MOST_AT_ONCE, SPARE_BYTES, Ledger, Timeouts, Transport, open_reply
 from fedprophet.messages.answers import Answer
 from fedprophet.messages.tasks import ModelTask, Report, Task, Train
 from fedprophet.messages.values import BACKBONE, SERVER
 from fedprophet.server.coordinator import Record
 
 MOST_LATE = 1000
-"""Messages without an answer that are remembered, to recognise a late answer."""
-WINDOW = 32
-"""Messages on their way at a time in a simulation: enough to keep its actors busy, few enough for the memory."""
-SIMULATED_INTERVAL = 0.02
-"""Seconds between two looks for answers in a simulation, where looking costs next to nothing."""
+"""How many unanswered messages are remembered, to recognise late answers."""
 
 
 @dataclass(frozen=True)
 class _Sent:
-    """A task on its way, and the digests of the fixed modules that are attached to it."""
+    """A task on its way, and the digests of the frozen modules that are attached to it."""
 
     task: Task
     node: int
@@ -50,7 +46,7 @@ class FlowerEngine:
 
     def __init__(
         self,
-        grid: Grid,
+        grid: Callable[[], Grid],
         parts: EngineParts,
         run: Callable[[], str],
         manifest: RunManifest,
@@ -61,13 +57,13 @@ class FlowerEngine:
     ) -> None:
         """Make the engine of a run.
 
-        `run` returns the run's id, and is called when the first task goes out. `look` is called while the engine waits,
-        and raises where nothing can come any more. Without `keys` a node is the client that it says it is.
+        `grid` returns Flower's connection and `run` the run's id; neither is called before the first task goes out.
+        `look` is called while the engine waits, and raises if nothing can come any more. Without `keys` a node is the
+        client that it says it is.
         """
         self._timeouts, self._look = timeouts, look
         self._run, self._manifest = cache(run), manifest.to_text()
         self._plain = PlainEngine(parts.population, parts.workspaces, parts.reserve)
-        self._modules = parts.workspaces[BACKBONE].modules
         self._workspaces = parts.workspaces
         self._whole = shared_bytes(parts)
         self._ledger = ledger or Ledger()
@@ -98,7 +94,7 @@ class FlowerEngine:
         return self._ledger.close(self._whole)
 
     def _carry_out(self, tasks: Sequence[Task]) -> Iterator[Answer]:
-        self._give_up()  # of a phase before whose answers were not all taken
+        self._give_up()  # on an earlier phase whose answers were not all taken
         self._done.clear()
         self._registry.meet({task.client for task in tasks}, self._look)
         waiting, refusals, updates = deque(tasks), list[str](), 0
@@ -124,7 +120,7 @@ class FlowerEngine:
             self._ledger.fault(task.client, f"no answer within {self._timeouts.deadline:g} s")
         self._give_up()
         if self._timeouts.simulated and refusals and not updates:
-            # Nodes of a simulation are this very program: if none succeeds, the fault is not the nodes'.
+            # The nodes of a simulation run this same program: if none succeeds, the fault is not theirs.
             raise TrainingError(harmless(refusals[0]))
 
     def _give_up(self) -> None:
@@ -144,7 +140,7 @@ class FlowerEngine:
         if node is None:
             self._ledger.fault(task.client, self._registry.why_not(task.client))
             return
-        modules = {name: self._modules[name] for name in lacking}
+        modules = {name: self._workspaces[BACKBONE].modules[name] for name in lacking}
         content = pack_task(task, run=self._run(), manifest=self._manifest, modules=modules)
         name = self._transport.send(content, node, str(task.round))
         if name is None:
@@ -153,40 +149,23 @@ class FlowerEngine:
             self._pending[name] = _Sent(task, node, frozenset(modules))
 
     def _accept(self, reply: Message, refusals: list[str]) -> Answer | None:
-        """Return a usable answer; None where there is none, which is noted."""
+        """Return a usable answer; None if there is none, which is noted."""
         name = reply.metadata.reply_to_message_id
         sent = self._pending.pop(name, None)
         if sent is None:
             self._note_unexpected(name, reply)
             return None
         self._done[name] = sent
+        self.failed |= not reply.has_content()
         try:
-            return self._update(reply, sent)
-        except _NotUsableError as error:
+            answer = open_reply(reply, sent.node, self._most(sent.task))
+            if not isinstance(answer, Lacking):
+                return _expected(answer, sent.task)
+            self._send_modules(answer, sent)
+        except ProtocolError as error:
             refusals.append(str(error))
             self._ledger.fault(sent.task.client, str(error))
-            return None
-
-    def _update(self, reply: Message, sent: _Sent) -> Answer | None:
-        if not reply.has_content():
-            self.failed = True
-            raise _NotUsableError(f"its node failed: {reply.error.reason or f'error {reply.error.code}'}")
-        if reply.metadata.src_node_id != sent.node:
-            raise _NotUsableError(f"node {reply.metadata.src_node_id} answered in place of node {sent.node}")
-        try:
-            answer = unpack_answer(reply.content, self._most(sent.task))
-        except ProtocolError as error:
-            raise _NotUsableError(str(error)) from None
-        match answer:
-            case Answer():
-                return _expected(answer, sent.task)
-            case Lacking():
-                self._send_modules(answer, sent)
-                return None
-            case Refusal():
-                raise _NotUsableError(answer.text)
-            case _:
-                raise _NotUsableError("it said which client it is in place of an answer")
+        return None
 
     def _most(self, task: Task) -> int:
         """Return how many bytes an answer may have: twice the task's parameters and the client's own layers.
@@ -199,15 +178,15 @@ class FlowerEngine:
         return 2 * (parameters + layers) + SPARE_BYTES
 
     def _send_modules(self, answer: Lacking, sent: _Sent) -> None:
-        """Send a task again, with the fixed modules that the node does not have.
+        """Send a task again, with the frozen modules that the node does not have.
 
         Another task may have displaced those that it had a moment ago, so the second time it gets all.
         """
         known = {module.digest for module in sent.task.frozen} if isinstance(sent.task, ModelTask) else set()
         if not answer.digests or not known.issuperset(answer.digests):
-            raise _NotUsableError("it asks for modules that its task does not need")
+            raise ProtocolError("it asks for modules that its task does not need")
         if sent.modules == known:
-            raise _NotUsableError("it asks again for modules that it was sent")
+            raise ProtocolError("it asks again for modules that it was sent")
         self._hand_out(sent.task, known if sent.modules else answer.digests)
 
     def _note_unexpected(self, name: str, reply: Message) -> None:
@@ -221,15 +200,13 @@ class FlowerEngine:
             self._ledger.fault(f"node {reply.metadata.src_node_id}", "it answered a question that was not asked")
 
 
-class _NotUsableError(Exception):
-    """An answer that cannot be used; the text is journalled."""
-
-
-def _expected(answer: Answer, task: Task) -> Answer:
+def _expected(answer: Answer | Hello, task: Task) -> Answer:
     """Return an answer to the task that was sent; refuse one to another task."""
+    if isinstance(answer, Hello):
+        raise ProtocolError("it said which client it is in place of an answer")
     ours, theirs = ((each.kind, each.round, each.client, each.number) for each in (task, answer))
     if ours != theirs:
-        raise _NotUsableError("it answered for another task: {} of round {}, client {}, number {}".format(*theirs))
+        raise ProtocolError("it answered for another task: {} of round {}, client {}, number {}".format(*theirs))
     return answer
 
 
@@ -247,17 +224,21 @@ def engine_of_devices(grid: Grid, parts: EngineParts, keys: KeyedClients | None)
     """Return the engine of a run whose clients are on machines of their own, each with a key if there are `keys`."""
     home = parts.clients.parent.absolute() if parts.clients else None
     run = partial(run_id, home, deployed=True)
-    return FlowerEngine(
-        grid, parts, run, RunManifest.of(parts), Timeouts(parts.config.of(FlowerSettings).deadline), keys=keys
-    )
+    timeouts = Timeouts(parts.config.of(FlowerSettings).deadline)
+    return FlowerEngine(lambda: grid, parts, run, RunManifest.of(parts), timeouts, keys=keys)
 
 
 def engine_of_simulation(
-    grid: Grid, parts: EngineParts, home: Path, ledger: Ledger | None = None, look: Callable[[], None] = lambda: None
+    grid: Callable[[], Grid],
+    parts: EngineParts,
+    home: Path,
+    ledger: Ledger | None = None,
+    look: Callable[[], None] = lambda: None,
 ) -> FlowerEngine:
     """Return the engine of a run in Flower's simulation, whose clients keep their files in `home`."""
     flower = parts.config.of(FlowerSettings)
-    timeouts = Timeouts(flower.deadline, simulated=True, window=WINDOW, interval=SIMULATED_INTERVAL)
+    # The window keeps the actors busy without filling the memory. Looking for answers costs next to nothing.
+    timeouts = Timeouts(flower.deadline, simulated=True, window=32, interval=0.02)
     together = max(1, cores(parts.config) // flower.cpus)
     manifest = RunManifest.of(parts, home=str(home), threads=flower.cpus, together=together)
     return FlowerEngine(grid, parts, partial(run_id, home, deployed=False), manifest, timeouts, ledger, look)

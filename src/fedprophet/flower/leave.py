@@ -15,7 +15,7 @@ from pathlib import Path
 
 SECONDS_BETWEEN_LOOKS = 0.2
 SECONDS_TO_LEAVE = 10.0
-"""A process that is in one long operation for this time is ended without further ado."""
+"""A process that is still busy after this time is ended by force."""
 
 
 class _Leave(SystemExit):

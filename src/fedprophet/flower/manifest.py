@@ -13,8 +13,6 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from fedprophet.client.workspace import Workspace
-from fedprophet.config.config import Config
-from fedprophet.config.load import parse_config
 from fedprophet.engines.registry import EngineParts
 from fedprophet.errors import CheckpointError
 from fedprophet.flower.protocol import ProtocolError
@@ -50,9 +48,11 @@ class RunManifest(BaseModel):
 
     @classmethod
     def of(cls, parts: EngineParts, **simulation: Any) -> Self:
-        """Return the manifest of a run, with what only a simulation needs added to it."""
+        """Return the manifest of a run, and what only a simulation needs."""
         data, workspaces = parts.dataset, parts.workspaces
-        mean, std = _normalisation(parts)
+        normalisers = (layer for layer in workspaces[BACKBONE].chain.modules() if isinstance(layer, Normalize))
+        # Starting weights may bring numbers of their own.
+        mean, std = next((layer.numbers for layer in normalisers), (data.mean, data.std))
         started = workspaces.items() if parts.config.model.weights else ()
         return cls(
             config=parts.config.model_dump(mode="json"),
@@ -72,15 +72,11 @@ class RunManifest(BaseModel):
 
     @classmethod
     def of_text(cls, text: str) -> Self:
-        """Return what a server has sent."""
+        """Read a manifest that a server has sent."""
         try:
             return cls.model_validate(json.loads(text))
         except (ValidationError, ValueError, RecursionError) as error:
             raise ProtocolError(f"the run's manifest cannot be read: {str(error).splitlines()[0][:200]}") from None
-
-    def parsed_config(self) -> Config:
-        """Return the run's configuration."""
-        return parse_config(self.config, "as the server sent it")
 
     def start(self, workspaces: Mapping[str, Workspace]) -> None:
         """Give clients that have not trained yet the layers that the server's clients start with."""
@@ -96,13 +92,6 @@ class RunManifest(BaseModel):
 
 def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.Size]]:
     return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-
-
-def _normalisation(parts: EngineParts) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the numbers that the model normalises with; with starting weights they may not be the data's."""
-    layers = parts.workspaces[BACKBONE].chain.modules()
-    found = (layer.numbers for layer in layers if isinstance(layer, Normalize))
-    return next(found, (parts.dataset.mean, parts.dataset.std))
 
 
 def run_id(folder: Path | None, deployed: bool) -> str:

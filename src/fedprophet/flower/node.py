@@ -19,11 +19,13 @@ from fedprophet.client.layer_store import ClientStore
 from fedprophet.client.run import Client, run_client
 from fedprophet.client.workspace import Workspace
 from fedprophet.config.config import Config
+from fedprophet.config.load import parse_config
 from fedprophet.data.dataset import ClientData, Dataset, JoinedExamples, LocalExamples
 from fedprophet.data.shards import split
+from fedprophet.deploy import probe
 from fedprophet.errors import ConfigError, DataError, FedProphetError
+from fedprophet.fleet.availability import FleetSettings
 from fedprophet.fleet.population import Population
-from fedprophet.fleet.settings import FleetSettings
 from fedprophet.flower.cache import ModuleCache
 from fedprophet.flower.manifest import RunManifest
 from fedprophet.flower.protocol import (
@@ -32,6 +34,7 @@ from fedprophet.flower.protocol import (
     ProtocolError,
     harmless,
     is_hello,
+    other_protocol,
     pack_answer,
     pack_hello,
     pack_lacking,
@@ -39,13 +42,13 @@ from fedprophet.flower.protocol import (
     unpack_task,
 )
 from fedprophet.flower.settings import FlowerSettings
-from fedprophet.messages.tasks import ModelTask, Task
+from fedprophet.messages.tasks import ModelTask
 from fedprophet.messages.values import Resources, Timeline
 from fedprophet.runs.session import CACHE_MEMORY, assemble_client, load_dataset
 from fedprophet.sizes import parse_size
 from fedprophet.storage.files import make_folder
 from fedprophet.storage.locks import folder_lock
-from fedprophet.version import __version__
+from fedprophet.threads import set_threads
 
 HOME = Path("~/.local/share/fedprophet")
 """Where a node keeps its files by default."""
@@ -59,11 +62,13 @@ log = logging.getLogger("fedprophet")
 def answer(record: RecordDict, node_config: Mapping[str, Any]) -> RecordDict:
     """Return a node's answer to a message, whatever happens: a task that cannot be done is refused with the reason."""
     try:
-        place = Place.of(node_config)
+        node = NodeConfig.of(node_config)
         if is_hello(record):
-            _note_version(record)
-            return pack_hello(place.client)
-        return _carry_out(unpack_task(record), place)
+            theirs = record["header"]
+            if theirs["protocol"] != PROTOCOL:  # the server will give this node no tasks
+                log.warning("%s", harmless(other_protocol(theirs["protocol"], theirs["version"])))
+            return pack_hello(node.client)
+        return _carry_out(unpack_task(record), node)
     except FedProphetError as error:
         return pack_refusal(str(error))
     except Exception as error:
@@ -72,18 +77,7 @@ def answer(record: RecordDict, node_config: Mapping[str, Any]) -> RecordDict:
         return pack_refusal(f"{type(error).__name__}: {error}")
 
 
-def _note_version(record: RecordDict) -> None:
-    """Warn on the node where the server speaks another protocol: it will give this node no tasks."""
-    theirs = record["header"]
-    if theirs["protocol"] != PROTOCOL:
-        log.warning(
-            "the server speaks protocol %s (fedprophet %s), this node protocol %s (fedprophet %s). Install the same "
-            "version of fedprophet on both",
-            *(theirs["protocol"], harmless(str(theirs["version"])), PROTOCOL, __version__),
-        )
-
-
-class Place(BaseModel):
+class NodeConfig(BaseModel):
     """What a node's config says. Resources that it leaves out, or gives as 0, are measured."""
 
     model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
@@ -92,15 +86,15 @@ class Place(BaseModel):
     home: str = ""
     data_root: str = Field(default="", alias="data-root")
     shard: Literal["", "own"] = ""
-    """Where it is "own", the node uses all the data it has."""
+    """With "own", the node uses all the data it has."""
     memory: int | str = 0
     flops: float = Field(default=0.0, ge=0)
     bandwidth: float = Field(default=0.0, ge=0)
     threads: int = Field(default=_THREADS, ge=1)
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> "Place":
-        """Read a node config; ConfigError where it does not fit."""
+    def of(cls, config: Mapping[str, Any]) -> "NodeConfig":
+        """Read a node config; ConfigError if it does not fit."""
         try:
             return cls.model_validate(dict(config))
         except ValidationError as error:
@@ -117,7 +111,7 @@ class Place(BaseModel):
 
     @property
     def bytes(self) -> int:
-        """The memory that the config says, 0 where it says none."""
+        """The memory in the config; 0 if it has none."""
         return parse_size(self.memory) if self.memory else 0
 
 
@@ -127,39 +121,43 @@ def _simulated() -> bool:
     return ray is not None and bool(ray.is_initialized())
 
 
-def _carry_out(order: Order, place: Place) -> RecordDict:
+def _carry_out(order: Order, node: NodeConfig) -> RecordDict:
     task = order.task
-    if task.client != place.client:
-        raise ProtocolError(f"this node is client {place.client}, but the task is for client {task.client}")
+    if task.client != node.client:
+        raise ProtocolError(f"this node is client {node.client}, but the task is for client {task.client}")
     manifest = RunManifest.of_text(order.manifest)
     # The server chooses the folder only for an actor of a simulation, on its own machine.
     simulated = _simulated() and manifest.home is not None
-    home = Path(manifest.home) if simulated and manifest.home else place.folder
-    bench = _bench(order.run, order.manifest, place.data_root, simulated)
-    if place.client >= bench.population.size:
-        size = bench.population.size
-        raise ConfigError(f"this node is client {place.client}, but the run has {size}: 0 to {size - 1}")
-    cache = ModuleCache(home / "modules", parse_size(bench.config.of(FlowerSettings).cache))
+    home = Path(manifest.home) if simulated and manifest.home else node.folder
+    run = _open_run(order.run, order.manifest, node.data_root, simulated)
+    if node.client >= run.population.size:
+        size = run.population.size
+        raise ConfigError(f"this node is client {node.client}, but the run has {size}: 0 to {size - 1}")
+    cache = ModuleCache(home / "modules", parse_size(run.config.of(FlowerSettings).cache))
     frozen = task.frozen if isinstance(task, ModelTask) else ()
     modules, missing = cache.collect((module.digest for module in frozen), order.modules)
     if missing:
         return pack_lacking(missing)
-    workspace = bench.workspace(task, NodeLayers((home if simulated else home / order.run) / "clients"))
+    if task.architecture not in run.workspaces:
+        known = ", ".join(run.workspaces)
+        raise ProtocolError(f"the task is for a model {task.architecture[:80]!r}. This run has: {known}")
+    workspace = run.workspaces[task.architecture]
+    workspace.layers = NodeLayers((home if simulated else home / order.run) / "clients")
     for tensors in modules.values():
         workspace.modules.add(tensors)
-    torch.set_num_threads(manifest.threads if simulated else place.threads)
-    data = _own_data(bench, place) if place.shard == "own" else bench.population.client_data(place.client)
+    set_threads(manifest.threads if simulated else node.threads)
+    data = _own_data(run, node) if node.shard == "own" else run.population.client_data(node.client)
 
     def resources(round: int) -> Resources:
         if simulated:
-            return bench.population.resources(place.client, round, manifest.reserve)
-        return _resources(place)
+            return run.population.resources(node.client, round, manifest.reserve)
+        return _resources(node)
 
-    return pack_answer(run_client(task, Client(data, resources), workspace), bench.config.of(FlowerSettings).updates)
+    return pack_answer(run_client(task, Client(data, resources), workspace), run.config.of(FlowerSettings).updates)
 
 
 @dataclass(frozen=True)
-class Bench:
+class NodeRun:
     """What the clients of this process work with in one run."""
 
     config: Config
@@ -167,20 +165,11 @@ class Bench:
     population: Population
     workspaces: Mapping[str, Workspace]
 
-    def workspace(self, task: Task, layers: "NodeLayers") -> Workspace:
-        """Return the workspace of a task's architecture, with the layers of this run's clients."""
-        if task.architecture not in self.workspaces:
-            known = ", ".join(self.workspaces)
-            raise ProtocolError(f"the task is for a model {task.architecture[:80]!r}. This run has: {known}")
-        workspace = self.workspaces[task.architecture]
-        workspace.layers = layers
-        return workspace
-
 
 @lru_cache(maxsize=2)
-def _bench(run: str, text: str, data_root: str, simulated: bool) -> Bench:
+def _open_run(run_id: str, text: str, data_root: str, simulated: bool) -> NodeRun:
     manifest = RunManifest.of_text(text)
-    config = _here(manifest.parsed_config(), data_root, simulated)
+    config = _here(parse_config(manifest.config, "as the server sent it"), data_root, simulated)
     dataset = load_dataset(config)
     if (dataset.classes, dataset.shape) != (manifest.classes, manifest.shape):
         raise DataError(
@@ -193,13 +182,12 @@ def _bench(run: str, text: str, data_root: str, simulated: bool) -> Bench:
     # No features go to the disk: a process may be ended at any moment and would leave them there.
     features = FeatureCache(CACHE_MEMORY // manifest.together, disk_limit=0)
     clients = assemble_client(config, dataset, features)
-    bench = Bench(config, dataset, clients.population, clients.workspaces)
-    manifest.start(bench.workspaces)
-    return bench
+    manifest.start(clients.workspaces)
+    return NodeRun(config, dataset, clients.population, clients.workspaces)
 
 
 def _here(config: Config, data_root: str, simulated: bool) -> Config:
-    """Return a run's configuration without what names files of the server's machine."""
+    """Return a run's configuration without the names of files on the server."""
     model = config.model.model_copy(update={"weights": ""})  # what a client needs of them is in the manifest
     data = config.data.model_copy(update={"root": data_root} if data_root else {})
     if simulated:
@@ -215,28 +203,26 @@ def _described(classes: int, shape: tuple[int, ...]) -> str:
 
 
 def _other_classes(here: tuple[str, ...], there: tuple[str, ...]) -> str:
-    """Return the error for classes of other names: the same number would mean another class."""
+    """Return the error for classes with different names: the same label would mean a different class."""
     parts = {"here and not in the run": set(here) - set(there), "in the run and not here": set(there) - set(here)}
     differ = [f"{where}: {', '.join(map(repr, sorted(names)[:MOST_NAMES]))}" for where, names in parts.items() if names]
     return f"the classes of the data here are not the run's ({'; '.join(differ)}). Give the folders the same names"
 
 
-def _own_data(bench: Bench, place: Place) -> ClientData:
-    """Return all the data in the node's folder, a part of them held out."""
-    examples = JoinedExamples(bench.dataset.train, bench.dataset.test)
-    seed, validation = bench.config.seed, bench.config.data.validation
-    train, held_out = split(np.arange(len(examples)), seed, place.client, validation)
+def _own_data(run: NodeRun, node: NodeConfig) -> ClientData:
+    """Return all the data in the node's folder, with a part held out."""
+    examples = JoinedExamples(run.dataset.train, run.dataset.test)
+    seed, validation = run.config.seed, run.config.data.validation
+    train, held_out = split(np.arange(len(examples)), seed, node.client, validation)
     return ClientData(LocalExamples(examples, train), LocalExamples(examples, held_out))
 
 
-def _resources(place: Place) -> Resources:
-    """Return what this machine has available: what its config says, and what it leaves out measured."""
-    from fedprophet.deploy.probe import machine_resources
-
-    said = (place.bytes, place.flops, place.bandwidth)
+def _resources(node: NodeConfig) -> Resources:
+    """Return this machine's available resources: those in its config, the others measured."""
+    said = (node.bytes, node.flops, node.bandwidth)
     if all(said):
         return Resources(*said)
-    measured = machine_resources(place.folder, threads=place.threads)
+    measured = probe.machine_resources(node.folder, threads=node.threads)
     memory, performance, bandwidth = said
     return Resources(memory or measured.memory, performance or measured.performance, bandwidth or measured.bandwidth)
 

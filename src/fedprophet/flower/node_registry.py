@@ -12,18 +12,8 @@ from dataclasses import dataclass, field
 from flwr.app import Message
 
 from fedprophet.errors import FedProphetError
-from fedprophet.flower.protocol import (
-    PROTOCOL,
-    Hello,
-    ProtocolError,
-    Refusal,
-    harmless,
-    hello_request,
-    unpack_answer,
-)
-from fedprophet.flower.timeouts import Timeouts
-from fedprophet.flower.transport import SPARE_BYTES, Ledger, Transport
-from fedprophet.version import __version__
+from fedprophet.flower.protocol import PROTOCOL, Hello, ProtocolError, harmless, hello_request, other_protocol
+from fedprophet.flower.transport import SPARE_BYTES, Ledger, Timeouts, Transport, open_reply
 
 log = logging.getLogger("fedprophet")
 
@@ -33,7 +23,7 @@ KeyedClients = Callable[[], Mapping[int, int | None]]
 
 @dataclass(frozen=True)
 class _Rejected:
-    """A node that gets no tasks: why, the client that it is as far as is known, and when it answered.
+    """A node that gets no tasks: why, its client if known, and when it answered.
 
     A `duplicate` claims a client that another node is already; it takes over when that node is gone.
     """
@@ -72,10 +62,9 @@ class NodeRegistry:
         self._asked: dict[str, _Question] = {}
         self._unasked = 0
         self._met = False
-        self._listing = True
 
     def node(self, client: int) -> int | None:
-        """Return the node of a client; None where it has none that can be used."""
+        """Return the node of a client; None if it has none that can be used."""
         return self._nodes.get(client)
 
     def why_not(self, client: int) -> str:
@@ -109,7 +98,7 @@ class NodeRegistry:
         """Return how long to wait for further nodes, from the last one that was admitted."""
         timeouts = self._timeouts
         coming = self._unasked > 0 or any(asked.node not in self._rejected for asked in self._asked.values())
-        if timeouts.simulated:  # all nodes are there from the beginning, but take a while to work
+        if timeouts.simulated:  # all nodes exist from the start, but take a while to answer
             return timeouts.deadline if coming or not self._nodes else 0.0
         if not self._met:
             return min(timeouts.deadline, timeouts.patience) if self._nodes else timeouts.deadline
@@ -120,7 +109,9 @@ class NodeRegistry:
         if online is None:
             return
         self._nodes = {client: node for client, node in self._nodes.items() if node in online}
-        self._rejected = {node: who for node, who in self._rejected.items() if node in online and not self._free(who)}
+        rejected = {node: who for node, who in self._rejected.items() if node in online}
+        # A duplicate of a node that is gone takes over.
+        self._rejected = {node: who for node, who in rejected.items() if not who.duplicate or who.client in self._nodes}
         # A question without an answer is asked again: the node may have been restarted.
         again = 4 * self._timeouts.greeting
         self._asked = {name: asked for name, asked in self._asked.items() if now - asked.at < again}
@@ -137,30 +128,21 @@ class NodeRegistry:
                 self._asked[name] = _Question(node, now, owners[node])
 
     def _owned(self, nodes: set[int]) -> dict[int, int | None]:
-        """Return those of the nodes that may be asked, each with the client that its key was made for."""
-        if self._keys is None or not nodes:
+        """Return the nodes that may be asked, each with the client that its key was made for."""
+        keys = self._keys
+        if keys is None or not nodes:
             return dict.fromkeys(nodes)
         try:
-            owners = self._keys()
+            owners = self._transport.attempt("the keys of the nodes cannot be listed", lambda: keys().items())
         except FedProphetError as error:
             for node in nodes:
                 self._reject(node, _Rejected(f"its key cannot be checked: {error}"))
             return {}
-        except Exception as error:
-            if self._listing:
-                log.warning("the keys of the nodes cannot be listed: %s", harmless(str(error)))
-            self._listing = False
-            return {}
-        self._listing = True
-        here = {node: owner for node, owner in owners.items() if node in nodes}
+        here = {node: owner for node, owner in owners or () if node in nodes}
         for node in (node for node, owner in here.items() if owner is None):
             reason = "its key was made for no client. fedprophet deploy add-node makes one for a client"
             self._reject(node, _Rejected(reason))
         return {node: owner for node, owner in here.items() if owner is not None}
-
-    def _free(self, who: _Rejected) -> bool:
-        """Whether a node was a duplicate of one that is gone."""
-        return who.duplicate and who.client not in self._nodes
 
     def _hear(self, reply: Message) -> bool:
         """Return whether the node that answers is admitted."""
@@ -183,11 +165,14 @@ class NodeRegistry:
             self._ledger.fault(who, rejected.reason)
 
     def _admit(self, reply: Message, asked: _Question) -> _Rejected | None:
-        """Take a node for the client that it says it is, or return why not."""
+        """Admit a node as the client it claims to be, or return why not."""
         node, owner = asked.node, asked.owner
-        hello = _hello(reply, node)
-        if isinstance(hello, str):
-            return _Rejected(harmless(hello), self._clients.get(node))
+        try:
+            hello = open_reply(reply, node, SPARE_BYTES)
+        except ProtocolError as error:
+            return _Rejected(harmless(str(error)), self._clients.get(node))
+        if not isinstance(hello, Hello):
+            return _Rejected("it did not say which client it is", self._clients.get(node))
         client = hello.client
         # The key comes first: no client may be blamed for what another one's node claims.
         if owner not in (None, client):
@@ -196,31 +181,9 @@ class NodeRegistry:
         if not 0 <= client < self._size:
             return _Rejected(f"it says that it is client {client}, and the run has 0 to {self._size - 1}")
         if hello.protocol != PROTOCOL:
-            return _Rejected(harmless(_other_version(hello)), client)
+            return _Rejected(harmless(other_protocol(hello.protocol, hello.version)), client)
         if client in self._nodes:
             reason = f"it says that it is client {client}, which node {self._nodes[client]} is already"
             return _Rejected(reason, client, duplicate=True)
         self._nodes[client], self._clients[node] = node, client
         return None
-
-
-def _hello(reply: Message, node: int) -> Hello | str:
-    """Return a node's hello, or the reason why it has sent none."""
-    if not reply.has_content():
-        return reply.error.reason or "it failed"
-    if reply.metadata.src_node_id != node:
-        return f"node {reply.metadata.src_node_id} answered in its place"
-    try:
-        answer = unpack_answer(reply.content, SPARE_BYTES)
-    except ProtocolError as error:
-        return str(error)
-    if isinstance(answer, Refusal):
-        return answer.text
-    return answer if isinstance(answer, Hello) else "it did not say which client it is"
-
-
-def _other_version(hello: Hello) -> str:
-    return (
-        f"its node speaks protocol {hello.protocol} (fedprophet {hello.version[:40]}), this server protocol {PROTOCOL} "
-        f"(fedprophet {__version__}). Install the same version of fedprophet on both"
-    )

@@ -8,7 +8,7 @@ from fedprophet.deploy import OFFLINE
 from fedprophet.errors import ConfigError
 
 CLUSTER = "RAY_ADDRESS"
-"""Where this is set, a simulation uses that Ray cluster, on other machines as well."""
+"""If this is set, a simulation uses that Ray cluster, on other machines as well."""
 _LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Despite its name: "0" makes Ray listen on loopback only, on Linux too."""
 

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Final, Literal, TypeVar
 
@@ -36,24 +36,22 @@ other what is wrong.
 
 T = TypeVar("T")
 Tensors = Mapping[str, Tensor]
-UpdateType = Literal["float32", "bfloat16"]
 
 _HEADER, _TENSORS, _SAFETENSORS = "header", "tensors", "safetensors"
-_MODULES = "modules/"
 _RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """A run id names a folder on the node: no other characters, so that it cannot name one elsewhere."""
 _MOST_SIZES = 64  # of one tensor: what NumPy allows
-_FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
-_DTYPES = _FLOATS | {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_DTYPES = (*_FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 
 
 class ProtocolError(FedProphetError):
-    """A message between server and node that cannot be understood."""
+    """A message between server and node that cannot be understood or used."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """What a node is sent: a task, the run's id and manifest (JSON), and the fixed modules that it asked for."""
+    """What a node is sent: a task, the run's id and manifest (JSON), and the frozen modules that it asked for."""
 
     task: Task
     run: str
@@ -72,7 +70,7 @@ class Hello:
 
 @dataclass(frozen=True)
 class Lacking:
-    """The node cannot begin: it has to be sent these fixed modules first."""
+    """The node cannot begin: it has to be sent these frozen modules first."""
 
     digests: tuple[str, ...]
 
@@ -86,9 +84,9 @@ class Refusal:
 
 @dataclass(frozen=True)
 class _Attached:
-    """The fixed modules of an order, by digest."""
+    """The frozen modules of an order, by digest."""
 
-    modules: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    modules: Mapping[str, Mapping[str, Tensor]]
 
 
 # The server's side ----------------------------------------------------------------------------------------------------
@@ -105,14 +103,14 @@ def pack_task(
 
 
 def unpack_task(record: RecordDict) -> Order:
-    """Return what a node is to do; ProtocolError where the record is no task of this protocol."""
+    """Return what a node is to do; ProtocolError if the record is no task of this protocol."""
     header = _header(record)
     _expect_protocol(header)
     if header["kind"] != "task":
         raise ProtocolError(f"a task was expected, but this is a message of kind {quoted(header['kind'])}")
     run = _run_id(header.get("run"))
     tensors = _tensors(record)
-    attached = {name: tensors.pop(name) for name in list(tensors) if name.startswith(_MODULES)}
+    attached = {name: tensors.pop(name) for name in list(tensors) if name.startswith("modules/")}
     with _reading():
         manifest = text(header.get("manifest"), "manifest")
         modules = _loads(_Attached, header, "modules", attached).modules
@@ -125,11 +123,14 @@ def hello_request() -> RecordDict:
 
 
 def unpack_answer(record: RecordDict, most: float = math.inf) -> Answer | Hello | Lacking | Refusal:
-    """Return what a node answered; ProtocolError where it is no answer of this protocol, or has more bytes than `most`.
+    """Return what a node answered; ProtocolError if it is no answer of this protocol, or has more bytes than `most`.
 
     Its size is checked first, before any tensor is made.
     """
-    _expect_size(record, most)
+    if isinstance(record, RecordDict):  # nothing else has a header
+        names = sum(len(name) for part in record.values() for name in part) + sum(map(len, record))
+        if (size := wire_bytes(record) + names) > most:
+            raise ProtocolError(f"the message has {size} bytes, and no more than {most} were expected")
     header = _header(record)
     kind = header["kind"]
     with _reading():
@@ -148,8 +149,16 @@ def unpack_answer(record: RecordDict, most: float = math.inf) -> Answer | Hello 
 
 
 def harmless(text: str) -> str:
-    """Return a text of the other side for a terminal and a journal: one short line that cannot steer a terminal."""
+    """Return a text from the other side, safe for a terminal and a journal: one line without control characters."""
     return plain_reason(" ".join(text.split()))
+
+
+def other_protocol(protocol: object, version: object) -> str:
+    """Return the error for a sender that speaks another protocol."""
+    return (
+        f"the sender speaks protocol {protocol} (fedprophet {str(version)[:40]}), but this side speaks protocol "
+        f"{PROTOCOL} (fedprophet {__version__}). Install the same version of fedprophet on the server and on every node"
+    )
 
 
 def wire_bytes(record: RecordDict) -> int:
@@ -173,7 +182,7 @@ def pack_hello(client: int) -> RecordDict:
     return _record("hello", client=client)
 
 
-def pack_answer(answer: Answer, dtype: UpdateType = "float32") -> RecordDict:
+def pack_answer(answer: Answer, dtype: Literal["float32", "bfloat16"] = "float32") -> RecordDict:
     """Return the record of an answer.
 
     With bfloat16, trained float32 parameters are rounded to it for the journey, to half the bytes; the largest of all
@@ -189,7 +198,7 @@ def pack_answer(answer: Answer, dtype: UpdateType = "float32") -> RecordDict:
 
 
 def pack_lacking(digests: Iterable[str]) -> RecordDict:
-    """Return the record that asks for fixed modules."""
+    """Return the record that asks for frozen modules."""
     return _record("lacking", fields=_dumps(encode(Lacking(tuple(digests)))[0]))
 
 
@@ -224,20 +233,7 @@ def _header(record: RecordDict) -> Mapping[str, Any]:
 
 def _expect_protocol(header: Mapping[str, Any]) -> None:
     if header["protocol"] != PROTOCOL:
-        raise ProtocolError(
-            f"the sender speaks protocol {header['protocol']} (fedprophet {header['version'][:40]}), but this side "
-            f"speaks protocol {PROTOCOL} (fedprophet {__version__}). Install the same version of fedprophet on the "
-            "server and on every node"
-        )
-
-
-def _expect_size(record: RecordDict, most: float) -> None:
-    if not isinstance(record, RecordDict):
-        return  # it has no header either, which is said in a moment
-    names = sum(len(name) for part in record.values() for name in part) + sum(map(len, record))
-    size = wire_bytes(record) + names
-    if size > most:
-        raise ProtocolError(f"the message has {size} bytes, and no more than {most} were expected")
+        raise ProtocolError(other_protocol(header["protocol"], header["version"]))
 
 
 def _size(value: object) -> int:
@@ -328,7 +324,7 @@ def _problem(name: str, tensor: Tensor) -> str | None:
 
 
 def _cast(answer: Trained, old: torch.dtype, new: torch.dtype) -> Trained:
-    """Return an answer whose parameters of one type are of another."""
+    """Return an answer with its parameters of one type cast to another."""
     parameters = answer.parameters.items()
     return replace(answer, parameters={n: value.to(new) if value.dtype == old else value for n, value in parameters})
 

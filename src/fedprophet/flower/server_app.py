@@ -5,6 +5,7 @@ separated by blanks), `out` (the run's folder) and `resume` (true: go on with th
 """
 
 import logging
+import os
 import shlex
 import time
 from collections.abc import Mapping
@@ -14,23 +15,22 @@ from typing import Any
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
-from flwr.superlink.grid import InMemoryGrid  # Flower has no public way to tell a simulation
+from flwr.superlink.grid import InMemoryGrid  # Flower has no public way to recognise a simulation
 from rich.console import Console
 
 from fedprophet.config.load import load_config
+from fedprophet.deploy.keys import REGISTERED
+from fedprophet.deploy.pilot import check_names, clients_of_keys
 from fedprophet.display.progress import PlainLines
-from fedprophet.engines.registry import EngineParts
-from fedprophet.engines.threads import ONE_THREAD
+from fedprophet.engines.registry import EngineMaker, EngineParts
 from fedprophet.errors import ConfigError, FedProphetError
 from fedprophet.flower.engine import engine_of_devices, engine_of_simulation
-from fedprophet.flower.node_keys import NodeKeys, registered_keys
 from fedprophet.flower.node_registry import KeyedClients
 from fedprophet.flower.offline import expect_startable_python, stay_offline
 from fedprophet.runs.play import play
 from fedprophet.runs.run import Run, reopen, start
-from fedprophet.runs.session import EngineMaker
 from fedprophet.server.coordinator import Engine
-from fedprophet.settings.values import CUSTOM
+from fedprophet.threads import ONE_THREAD
 
 SECONDS_TO_START = 60.0
 SECONDS_TO_REGISTER = 2.0
@@ -88,31 +88,39 @@ def engine_on(grid: Grid, simulated: bool) -> EngineMaker:
 
     def make(parts: EngineParts) -> Engine:
         config, clients = parts.config, parts.clients
-        if CUSTOM in (config.model.name, config.data.name):
-            raise ConfigError("a run on Flower's nodes needs a model and data that the configuration names")
+        check_names(config)
         if not simulated:
             return engine_of_devices(grid, parts, keys_on(grid))
         if clients is None:
             raise ConfigError("a run in Flower's simulation needs a folder: its clients keep their layers there")
         expect_startable_python()
         expect_nodes(grid, config.population.clients)
-        return engine_of_simulation(grid, parts, clients.parent.absolute())
+        return engine_of_simulation(lambda: grid, parts, clients.parent.absolute())
 
     return make
 
 
 def keys_on(grid: Grid) -> KeyedClients | None:
-    """Return which client each node's key was made for; None on a server without a pilot, with a warning."""
-    keys = registered_keys()
-    if keys is None:
+    """Return which client each node's key was made for; None on a server without a pilot, with a warning.
+
+    Flower has checked the signature of every node that connects against its key.
+    """
+    if REGISTERED not in os.environ:
         text = "this server was not started by fedprophet deploy server, so a node is the client that it says it is"
         log.warning("%s: keys are not checked", text)
         return None
-    return NodeKeys(grid, keys)
+    folder = Path(os.environ[REGISTERED])
+    clients_of_keys(folder)  # keys that cannot be read stop the run before it begins
+
+    def clients_by_node() -> Mapping[int, int | None]:
+        clients = clients_of_keys(folder)  # a node may be added, or given another key, in the middle of a run
+        return {node.node_id: clients.get(node.public_key) for node in grid.get_nodes()}
+
+    return clients_by_node
 
 
 def expect_nodes(grid: Grid, clients: int) -> None:
-    """Refuse a simulation of fewer nodes than clients: all its nodes are there from the beginning."""
+    """Refuse a simulation with fewer nodes than clients: all its nodes exist from the start."""
     seen, changed = 0, time.monotonic()
     while (nodes := len(list(grid.get_node_ids()))) < clients:
         now = time.monotonic()
@@ -120,7 +128,7 @@ def expect_nodes(grid: Grid, clients: int) -> None:
             seen, changed = nodes, now
         elif now - changed > (SECONDS_TO_REGISTER if nodes else SECONDS_TO_START):
             raise ConfigError(
-                f"the simulation has {nodes} nodes, and the run {clients} clients. Ask for as many nodes: flwr run … "
+                f"the simulation has {nodes} nodes, but the run has {clients} clients. Ask for more nodes: flwr run … "
                 f"--federation-config 'num-supernodes={clients}', or for fewer clients with population.clients={nodes}"
             )
         time.sleep(0.05)

@@ -22,5 +22,5 @@ class FlowerSettings(Section):
     updates: Literal["float32", "bfloat16"] = Field(
         default="float32", description='Numbers in which clients send their updates; "bfloat16" halves their size.'
     )
-    cache: Size = Field(default="2GB", description="Disk space on a node for fixed modules.")
+    cache: Size = Field(default="2GB", description="Disk space on a node for frozen modules.")
     cpus: int = Field(default=1, ge=1, description="Simulation: CPU cores for one client.")

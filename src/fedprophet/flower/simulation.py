@@ -6,24 +6,22 @@ server itself: here it does so in another thread, where the "server" hands Flowe
 
 import logging
 import os
-import queue
 import shutil
 import tempfile
 import threading
-import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import ray
-from flwr.app import Context, Message
+from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 from flwr.simulation import run_simulation
 
 from fedprophet.engines.registry import EngineParts
-from fedprophet.engines.threads import ONE_THREAD
 from fedprophet.errors import ConfigError, TrainingError
 from fedprophet.flower.client_app import make_app
 from fedprophet.flower.engine import FlowerEngine, engine_of_simulation, shared_bytes
@@ -34,6 +32,7 @@ from fedprophet.messages.answers import Answer
 from fedprophet.messages.tasks import Task
 from fedprophet.server.coordinator import Record
 from fedprophet.settings.values import CUSTOM
+from fedprophet.threads import ONE_THREAD
 
 LOG = "flower.log"
 """The file in the run's folder for the log of Flower and Ray."""
@@ -71,7 +70,7 @@ class SimulationEngine:
         if not self._one_thread.alive:
             self._one_thread = _hold_one_thread(self)
         if self._engine is None:
-            self._engine = self._make_engine()
+            self._engine = engine_of_simulation(self._grid, self._parts, self._home, self._ledger, self._look)
         yield from self._engine.map(tasks)
 
     def account(self) -> Record:
@@ -85,9 +84,6 @@ class SimulationEngine:
         self._one_thread()
         if simulation is not None:
             simulation.close(at_once=engine is not None and engine.busy)
-
-    def _make_engine(self) -> FlowerEngine:
-        return engine_of_simulation(_Lazy(self._grid), self._parts, self._home, self._ledger, self._look)
 
     def _grid(self) -> Grid:
         if self._simulation is None:
@@ -118,30 +114,13 @@ def _check(parts: EngineParts, cores: int) -> None:
             )
     if CLUSTER not in os.environ and cpus > cores:
         raise ConfigError(
-            f"flower.cpus: a client is to have {cpus} cores, and the run has {cores}. Lower flower.cpus, "
-            "or raise threads"
+            f"flower.cpus: a client needs {cpus} cores, but the run has {cores}. Lower flower.cpus, or raise threads"
         )
     expect_startable_python()
 
 
-class _Lazy:
-    """Flower's connection, made at its first use."""
-
-    def __init__(self, grid: Callable[[], Grid]) -> None:
-        self._grid = grid
-
-    def get_node_ids(self) -> Iterable[int]:
-        return self._grid().get_node_ids()
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        return self._grid().push_messages(messages)
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        return self._grid().pull_messages(message_ids)
-
-
 class Simulation:
-    """One simulation of Flower's, in a thread; it ends with `close`, and at the latest with this process."""
+    """A Flower simulation in a thread; it ends with `close`, or with this process at the latest."""
 
     def __init__(self, clients: int, cpus: int, cores: int, log_file: Path) -> None:
         if ray.is_initialized():
@@ -150,8 +129,7 @@ class Simulation:
         self._folder = _temporary_folder()
         self._leave = self._folder / "leave"
         self._stop = threading.Event()
-        self._grids: queue.Queue[Grid] = queue.Queue()
-        self._connection: Grid | None = None
+        self._connection: Future[Grid] = Future()
         self._error: BaseException | None = None
         backend = {"client_resources": {"num_cpus": cpus, "num_gpus": 0.0}, "init_args": self._ray(cores)}
         self._thread = threading.Thread(target=self._play, args=(clients, backend), name="flower", daemon=True)
@@ -159,18 +137,13 @@ class Simulation:
 
     def grid(self) -> Grid:
         """Return Flower's connection to its nodes."""
-        end = time.monotonic() + SECONDS_TO_START
-        while self._connection is None:
-            try:
-                self._connection = self._grids.get(timeout=0.1)
-            except queue.Empty:
-                self.look()
-                if time.monotonic() > end:
-                    raise self._lost("it did not start in time") from None
-        return self._connection
+        try:
+            return self._connection.result(SECONDS_TO_START)
+        except TimeoutError:
+            raise self._lost("it did not start in time") from None
 
     def look(self) -> None:
-        """Raise where the simulation has ended by itself."""
+        """Raise TrainingError if the simulation has ended by itself."""
         if not self._thread.is_alive():
             raise self._lost(str(self._error or "it has ended"))
 
@@ -189,7 +162,7 @@ class Simulation:
         return TrainingError(f"Flower's simulation failed: {why}. {self._log_file} says more")
 
     def _ray(self, cores: int) -> dict[str, Any]:
-        """Return the arguments to start Ray with; a cluster of the user's is running already."""
+        """Return the arguments to start Ray with; the user's own cluster is already running."""
         quiet = {"log_to_driver": False, "configure_logging": False}
         if CLUSTER in os.environ:
             return quiet
@@ -200,11 +173,11 @@ class Simulation:
 
         @server.main()
         def main(grid: Grid, context: Context) -> None:
-            self._grids.put(grid)
+            self._connection.set_result(grid)
             while not self._stop.wait(1.0) and threading.main_thread().is_alive():
                 pass
 
-        # Without this, Ray prints a warning about a change in one of its next versions.
+        # Without this, Ray prints a warning about a change in a future version.
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         path = os.environ.get("PYTHONPATH")
         try:
@@ -214,7 +187,9 @@ class Simulation:
             self._error = error.__cause__ or error
         finally:
             self._stop.set()
-            # Flower adds to it each time.
+            if not self._connection.done():
+                self._connection.set_exception(self._lost(str(self._error or "it has ended")))
+            # Flower adds to PYTHONPATH each time.
             if path is None:
                 os.environ.pop("PYTHONPATH", None)
             else:
@@ -225,20 +200,13 @@ def _temporary_folder() -> Path:
     """Make a temporary folder for Ray, and remove those of processes that were killed."""
     place = _SHORT if _SHORT.is_dir() else Path(tempfile.gettempdir())
     for left in place.glob(f"{_PREFIX}*"):
-        owner = left.name.removeprefix(_PREFIX).partition("-")[0]
-        if owner.isdigit() and not _alive(int(owner)):
+        try:
+            os.kill(int(left.name.removeprefix(_PREFIX).partition("-")[0]), 0)
+        except ProcessLookupError:
             shutil.rmtree(left, ignore_errors=True)
+        except (OSError, ValueError):
+            pass  # another user's process, or a folder of another name
     return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=place))
-
-
-def _alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        pass  # another user's
-    return True
 
 
 @contextmanager

@@ -1,39 +1,46 @@
-"""Messages to the nodes of a federation and their answers, and the record that is kept of a round.
+"""Messages to the nodes of a federation and their answers, how long to wait for them, and the record of a round.
 
-It says how many bytes went over the wire, which answers were left out, and why.
+The record says how many bytes went over the wire, which answers were left out, and why.
 """
 
 import logging
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TypeVar
 
 from flwr.app import Message, RecordDict
+from flwr.serverapp import Grid
 
 from fedprophet.errors import FedProphetError
-from fedprophet.flower.protocol import harmless, wire_bytes
+from fedprophet.flower.protocol import Hello, Lacking, ProtocolError, Refusal, harmless, unpack_answer, wire_bytes
+from fedprophet.messages.answers import Answer
 from fedprophet.server.coordinator import Record
 
-QUERY = "query"
-"""The type of all messages: the ClientApp has one handler for it."""
 VALID_SECONDS = 30 * 86400.0
 """Flower discards older messages. The engine gives up at its deadline, long before."""
 MOST_AT_ONCE = 8
 """Answers that are fetched at a time: each may hold a whole model, and all at once would fill the memory."""
 SPARE_BYTES = 2**20
-"""What an answer may have besides tensors, and the most that a hello may have."""
+"""Bytes that an answer may have besides tensors, and the most that a hello may have."""
+T = TypeVar("T")
 log = logging.getLogger("fedprophet")
 
 
-class Grid(Protocol):
-    """The part of Flower's connection to its nodes that is used."""
+@dataclass(frozen=True)
+class Timeouts:
+    """How long the engine waits, in seconds, and whether the nodes are simulated.
 
-    def get_node_ids(self) -> Iterable[int]: ...
+    A phase may take `deadline`. In a simulation clients wait for each other, so there it is the time without any
+    answer, and at most `window` messages are on their way. `patience` is how long the first phase waits for nodes that
+    have not connected yet, `greeting` how long any phase waits for new ones to say which client they are.
+    """
 
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]: ...
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]: ...
+    deadline: float
+    simulated: bool = False
+    window: int | None = None
+    interval: float = 0.5
+    patience: float = 60.0
+    greeting: float = 30.0
 
 
 @dataclass
@@ -64,20 +71,29 @@ class Ledger:
 class Transport:
     """Sends and fetches messages, and counts their bytes. A run survives a connection that fails for a while."""
 
-    def __init__(self, grid: Grid, ledger: Ledger) -> None:
+    def __init__(self, grid: Callable[[], Grid], ledger: Ledger) -> None:
+        """Make a transport; `grid` returns Flower's connection, and is called at each use, not before."""
         self._grid, self._ledger = grid, ledger
-        self._listing = True
+        self._failing: set[str] = set()
 
-    def send(self, content: RecordDict, node: int, group: str) -> str | None:
-        """Send a message and return its id; None where Flower did not take it."""
-        message = Message(content, node, QUERY, ttl=VALID_SECONDS, group_id=group)
+    def attempt(self, failure: str, request: Callable[..., Iterable[T]], *arguments: object) -> list[T] | None:
+        """Return what Flower answers to a request; None if it fails, which is logged once until it works again."""
         try:
-            ids = list(self._grid.push_messages([message]))
+            found = list(request(*arguments))
         except FedProphetError:
             raise
         except Exception as error:
-            log.warning("a message could not be sent: %s", harmless(str(error)))
+            if failure not in self._failing:
+                log.warning("%s: %s", failure, harmless(str(error)))
+            self._failing.add(failure)
             return None
+        self._failing.discard(failure)
+        return found
+
+    def send(self, content: RecordDict, node: int, group: str) -> str | None:
+        """Send a message and return its id; None if Flower did not accept it."""
+        message = Message(content, node, "query", ttl=VALID_SECONDS, group_id=group)
+        ids = self.attempt("a message could not be sent", self._grid().push_messages, [message])
         if not ids or not ids[0]:
             return None
         self._ledger.sent += wire_bytes(content)
@@ -87,27 +103,27 @@ class Transport:
         """Yield the answers that have come to messages with these ids, a few at a time in memory."""
         waiting = list(ids)
         for start in range(0, len(waiting), MOST_AT_ONCE):
-            try:
-                replies = deque(self._grid.pull_messages(waiting[start : start + MOST_AT_ONCE]))
-            except FedProphetError:
-                raise
-            except Exception as error:
-                log.warning("answers could not be fetched: %s", harmless(str(error)))
+            some = waiting[start : start + MOST_AT_ONCE]
+            replies = self.attempt("answers could not be fetched", self._grid().pull_messages, some)
+            if replies is None:
                 return
             self._ledger.received += sum(wire_bytes(reply.content) for reply in replies if reply.has_content())
             while replies:
-                yield replies.popleft()
+                yield replies.pop(0)
 
     def online(self) -> set[int] | None:
-        """Return the nodes that are connected; None where Flower cannot list them."""
-        try:
-            found = set(self._grid.get_node_ids())
-        except FedProphetError:
-            raise
-        except Exception as error:
-            if self._listing:  # this is called often: a failure is logged once, until it works again
-                log.warning("the nodes cannot be listed: %s", harmless(str(error)))
-            self._listing = False
-            return None
-        self._listing = True
-        return found
+        """Return the nodes that are connected; None if Flower cannot list them."""
+        found = self.attempt("the nodes cannot be listed", self._grid().get_node_ids)
+        return None if found is None else set(found)
+
+
+def open_reply(reply: Message, node: int, most: float) -> Answer | Hello | Lacking:
+    """Return what a node answered, of at most so many bytes; ProtocolError with the reason if it cannot be used."""
+    if not reply.has_content():
+        raise ProtocolError(f"its node failed: {reply.error.reason or f'error {reply.error.code}'}")
+    if reply.metadata.src_node_id != node:
+        raise ProtocolError(f"node {reply.metadata.src_node_id} answered in place of node {node}")
+    answer = unpack_answer(reply.content, most)
+    if isinstance(answer, Refusal):
+        raise ProtocolError(answer.text)
+    return answer

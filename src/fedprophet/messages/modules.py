@@ -1,4 +1,4 @@
-"""Fixed modules by the hash of their shared parameters, so that each travels once and is checked when it arrives."""
+"""Frozen modules by the hash of their shared parameters, so that each travels once and is checked when it arrives."""
 
 import hashlib
 from collections.abc import Mapping
@@ -17,13 +17,13 @@ def digest(parameters: Mapping[str, Tensor]) -> str:
 
 
 class ModuleStore:
-    """Shared parameters of fixed modules. The server adds them; engines bring them to their clients."""
+    """Shared parameters of frozen modules. The server adds them; engines bring them to their clients."""
 
     def __init__(self) -> None:
         self._modules: dict[str, Mapping[str, Tensor]] = {}
 
     def add(self, parameters: Mapping[str, Tensor]) -> str:
-        """Keep a fixed module and return its digest."""
+        """Keep a frozen module and return its digest."""
         name = digest(parameters)
         self._modules.setdefault(name, dict(parameters))
         return name

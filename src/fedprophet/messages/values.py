@@ -53,7 +53,7 @@ EVERY_VERSION = Timeline()
 
 @dataclass(frozen=True)
 class FrozenModule:
-    """A module that is fixed: its atoms `first` … `last` − 1, and the hash of its shared parameters."""
+    """A frozen module: its atoms `first` … `last` − 1, and the hash of its shared parameters."""
 
     first: int
     last: int

@@ -54,8 +54,11 @@ class ModelFields(TaskFields):
     """What every task on a part of the model is made with."""
 
     first: int
+    last: int
+    head: int | None
     frozen: tuple[FrozenModule, ...]
     batch: int
+    parameters: Parameters
 
 
 S = TypeVar("S", bound=MethodState)

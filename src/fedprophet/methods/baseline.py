@@ -4,7 +4,7 @@ A baseline says what each client is asked to train (`assign`), what that costs (
 (`join`). By default that is joint training of the whole model.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -14,8 +14,10 @@ from fedprophet.messages.answers import Trained
 from fedprophet.messages.tasks import Evaluate, Train
 from fedprophet.messages.values import Resources
 from fedprophet.methods.base import Method, MethodState, ModelFields
+from fedprophet.server.aggregate import Usable
 from fedprophet.server.convergence import Best, better, score
 from fedprophet.server.coordinator import Conversation, Record, ask
+from fedprophet.server.rules.registry import Parameters
 from fedprophet.threat import ThreatModel
 
 ROBUSTNESS_WEIGHT = 1.5
@@ -36,12 +38,10 @@ class Baseline(Method[S]):
     """Rounds in which all clients drawn train something that begins with the image; the best round is the result."""
 
     def initial(self) -> S:
-        """Return the state before the first round."""
         model = self.world.initial_model()
         return self.state(model=model, best_model=model)
 
     def finished(self, state: S) -> bool:
-        """Whether all rounds are played."""
         return state.round >= self.world.config.rounds
 
     def results(self, state: S) -> Mapping[str, Any]:
@@ -60,8 +60,12 @@ class Baseline(Method[S]):
         tasks = self.assign(state, available, record)
         updates = yield from ask(tasks, Trained)
         record["times"] = training_times(tasks, updates, available, self.cost)
-        joined = yield from self.join(state, tasks, updates, record)
-        state = replace(state, failures=state.failures + 1) if joined is None else replace(joined, failures=0)
+        usable = self.world.aggregator.usable(tasks, updates, record, self.expected_layers)
+        if usable:
+            joined = yield from self.join(state, usable, record)
+            state = replace(joined, failures=0)
+        else:
+            state = replace(state, failures=state.failures + 1)
         if self.evaluation_due(state.round, state.failures):
             state = yield from self._evaluate(state, record)
         return (self._restore_best(state, record) if self.finished(state) else state), record
@@ -76,25 +80,33 @@ class Baseline(Method[S]):
         """Return the cost of the model that a task trains."""
         return self.world.cost
 
-    def join(
-        self, state: S, tasks: Sequence[Train], updates: Sequence[Trained], record: Record
-    ) -> Conversation[S | None]:
-        """Join what came back, perhaps with further tasks; None where nothing that came back can be used."""
+    def expected_layers(self, task: Train) -> Parameters:
+        """Return the client's own layers that have to come with a task's update."""
+        return {}
+
+    def join(self, state: S, usable: Usable, record: Record) -> Conversation[S]:
+        """Join what came back and can be used, perhaps with further tasks."""
         yield from ()
-        model = self.world.aggregator.aggregate(state.model, tasks, updates, record)
-        return None if model is None else replace(state, model=model)
+        return replace(state, model=self.world.aggregator.join_updates(state.model, usable))
 
     def evaluation_task(self, state: S, client: int, threat: ThreatModel | None) -> Evaluate:
         """Return the evaluation of the whole model on a client's held-out samples."""
-        fields = self.model_fields(state, client)
-        return Evaluate(**fields, last=len(self.world.chain), threat=threat, parameters=state.model)
+        return Evaluate(**self.model_fields(state, client), threat=threat)
 
     # Tasks.
 
     def model_fields(self, state: S, client: int) -> ModelFields:
         """Return what a task on a whole model is made with."""
-        batch = self.world.evaluation_batch(len(self.world.chain))
-        return {**self.task_fields(state, client), "first": 0, "frozen": (), "batch": batch}
+        last = len(self.world.chain)
+        return {
+            **self.task_fields(state, client),
+            "first": 0,
+            "last": last,
+            "head": None,
+            "frozen": (),
+            "batch": self.world.evaluation_batch(last),
+            "parameters": state.model,
+        }
 
     def train_task(self, state: S, client: int) -> Train:
         """Return the local training of the whole model."""
@@ -102,10 +114,8 @@ class Baseline(Method[S]):
         adversarial = world.stage_rule.adversarial(state.round)
         return Train(
             **self.model_fields(state, client),
-            last=len(world.chain),
             threat=world.image_threat(world.config.attack.steps) if adversarial else None,
             training=world.local_training(state.round),
-            parameters=state.model,
         )
 
     # The best round.

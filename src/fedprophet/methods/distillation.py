@@ -7,7 +7,7 @@ depend on them.
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -21,8 +21,8 @@ from fedprophet.messages.tasks import Distill, Predict, Train
 from fedprophet.messages.values import BACKBONE, SERVER, Resources
 from fedprophet.methods.base import Shown
 from fedprophet.methods.baseline import Baseline, BaselineState
-from fedprophet.methods.world import Architecture, World, named
-from fedprophet.server.aggregate import all_finite
+from fedprophet.methods.world import named
+from fedprophet.server.aggregate import Usable, all_finite
 from fedprophet.server.coordinator import Conversation, Record, ask
 from fedprophet.server.rejections import reject
 from fedprophet.server.rules.registry import Parameters
@@ -79,18 +79,17 @@ class Distillation(Baseline[DistillationState]):
     norm_layers = "those that the server's model was distilled with"
     client_norm_layers = norm_layers
 
-    def __init__(self, world: World) -> None:
-        super().__init__(world)
-        self.family = world.family
-
     def initial(self) -> DistillationState:
         """Return every architecture as it starts, norm layers included."""
-        models = {name: _tensors(architecture) for name, architecture in self.family.items()}
+        models = {
+            name: {tensor: value.detach().clone() for tensor, value in architecture.chain.tensors.items()}
+            for name, architecture in self.world.family.items()
+        }
         return DistillationState(model=models[BACKBONE], best_model=models[BACKBONE], models=models)
 
     def architecture(self, resources: Resources) -> str:
         """Return the largest architecture that fits a client's memory, or else the smallest there is."""
-        costs = {name: architecture.cost.total_memory for name, architecture in self.family.items()}
+        costs = {name: architecture.cost.total_memory for name, architecture in self.world.family.items()}
         fitting = [name for name, memory in costs.items() if memory <= resources.memory]
         return max(fitting or [min(costs, key=costs.__getitem__)], key=costs.__getitem__)
 
@@ -100,57 +99,50 @@ class Distillation(Baseline[DistillationState]):
         record["architectures"] = {str(client): self._model_name(name) for client, name in chosen.items()}
         tasks = []
         for client, name in chosen.items():
-            chain = self.family[name].chain
+            chain = self.world.family[name].chain
             shared = named(state.models[name], chain.shared())
             task = self.train_task(state, client)
             tasks.append(replace(task, architecture=name, last=len(chain), parameters=shared, wants_local=True))
         return tasks
 
     def cost(self, task: Train) -> ChainCost:
-        """Return the cost of the client's architecture."""
-        return self.family[task.architecture].cost
+        return self.world.family[task.architecture].cost
 
-    def average(
-        self, state: DistillationState, tasks: Sequence[Train], usable: Sequence[Trained]
-    ) -> dict[str, Parameters]:
+    def average(self, state: DistillationState, usable: Usable) -> dict[str, Parameters]:
         """Average the clients' models, norm layers included, architecture by architecture."""
-        names = {task.client: task.architecture for task in tasks}
+        sent = [(task.architecture, update.weight, self._whole(task, update)) for task, update in usable]
         return {
-            name: self.world.aggregator.join(
-                model, [(u.weight, self._whole(u, name)) for u in usable if names[u.client] == name]
-            )
+            name: self.world.aggregator.join(model, [(weight, whole) for own, weight, whole in sent if own == name])
             for name, model in state.models.items()
         }
 
     def expected_layers(self, task: Train) -> Parameters:
         """Return the client's own layers that come with its model."""
-        chain = self.family[task.architecture].chain
+        chain = self.world.family[task.architecture].chain
         return named(chain.tensors, chain.local())
 
-    def _whole(self, update: Trained, architecture: str) -> Parameters:
+    def _whole(self, task: Train, update: Trained) -> Parameters:
         """Return a client's model, its own layers included."""
-        return {**update.parameters, **named(update.local, self.family[architecture].chain.local())}
+        return {**update.parameters, **named(update.local, self.world.family[task.architecture].chain.local())}
 
-    def predictions(
-        self, state: DistillationState, tasks: Sequence[Train], usable: Sequence[Trained], record: Record
-    ) -> Conversation[Tensor]:
+    def predictions(self, state: DistillationState, usable: Usable, record: Record) -> Conversation[Tensor]:
         """Return the scores of every client's model on the public set: models × samples × classes.
 
         A model whose scores are not finite is left out.
         """
-        names = {task.client: task.architecture for task in tasks}
+        whole = Predict(**self.model_fields(state, SERVER))
         asked = [
-            Predict(
-                **self.model_fields(state, SERVER),
+            replace(
+                whole,
                 number=number,
-                architecture=names[update.client],
-                last=len(self.family[names[update.client]].chain),
-                parameters=self._whole(update, names[update.client]),
+                architecture=task.architecture,
+                last=task.last,
+                parameters=self._whole(task, update),
             )
-            for number, update in enumerate(usable)
+            for number, (task, update) in enumerate(usable)
         ]
         answers = yield from ask(asked, Predicted)
-        scores = {usable[answer.number].client: answer.logits for answer in answers}
+        scores = {usable[answer.number][0].client: answer.logits for answer in answers}
         finite = {client: logits for client, logits in scores.items() if all_finite([logits])}
         if len(finite) < len(scores):
             lost = scores.keys() - finite.keys()
@@ -163,28 +155,20 @@ class Distillation(Baseline[DistillationState]):
         """Train models on the public set and return them; one that diverges, or does not come back, stays as it was."""
         settings = self.world.config.of(DistillationSettings)
         training = replace(self.world.local_training(state.round), iterations=settings.iterations)
+        whole = Distill(**self.model_fields(state, SERVER), training=training, targets=targets)
         asked = [
-            Distill(
-                **self.model_fields(state, SERVER),
-                number=number,
-                architecture=name,
-                last=len(self.family[name].chain),
-                training=training,
-                parameters=student,
-                targets=targets,
+            replace(
+                whole, number=number, architecture=name, last=len(self.world.family[name].chain), parameters=student
             )
             for number, (name, student) in enumerate(students.items())
         ]
         answers = yield from ask(asked, Distilled)
         came = {list(students)[answer.number]: answer for answer in answers}
         sound = {name: a for name, a in came.items() if math.isfinite(a.loss) and all_finite(a.parameters.values())}
-        losses = {self._model_name(name): sound[name].loss if name in sound else None for name in students}
-        record["distillation"] = losses
+        record["distillation"] = {
+            self._model_name(name): sound[name].loss if name in sound else None for name in students
+        }
         return {**students, **{name: answer.parameters for name, answer in sound.items()}}
 
     def _model_name(self, architecture: str) -> str:
         return self.world.config.model.name if architecture == BACKBONE else architecture
-
-
-def _tensors(architecture: Architecture) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in architecture.chain.tensors.items()}

@@ -6,17 +6,16 @@ learn, on the public samples x, the mean of what all client models k of the roun
     p(x) = softmax(1/K · Σ_k f_k(x)),    minimise KL(p(x) ‖ softmax(f(x)))
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from fedprophet.messages.answers import Trained
-from fedprophet.messages.tasks import Train
 from fedprophet.messages.values import BACKBONE
 from fedprophet.methods.distillation import Distillation, DistillationState
 from fedprophet.methods.registry import method
+from fedprophet.server.aggregate import Usable
 from fedprophet.server.coordinator import Conversation, Record
 from fedprophet.server.rules.registry import Parameters
 
@@ -37,15 +36,10 @@ def mean_prediction(logits: Tensor) -> dict[str, Tensor]:
 class FedDF(Distillation):
     """Every architecture distils the mean scores of all client models; the largest one is the result."""
 
-    def join(
-        self, state: DistillationState, tasks: Sequence[Train], updates: Sequence[Trained], record: Record
-    ) -> Conversation[DistillationState | None]:
+    def join(self, state: DistillationState, usable: Usable, record: Record) -> Conversation[DistillationState]:
         """Average by architecture, then distil into each."""
-        usable = self.world.aggregator.usable(tasks, updates, record, self.expected_layers)
-        if not usable:
-            return None
-        logits = yield from self.predictions(state, tasks, usable, record)
-        models: Mapping[str, Parameters] = self.average(state, tasks, usable)
+        logits = yield from self.predictions(state, usable, record)
+        models: Mapping[str, Parameters] = self.average(state, usable)
         if len(logits):
             models = yield from self.distil(state, models, mean_prediction(self.agreed(logits)), record)
         return replace(state, model=models[BACKBONE], models=models)

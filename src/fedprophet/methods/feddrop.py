@@ -5,7 +5,7 @@ Every client draws anew in every round, so all channels are trained in the long 
 
 from functools import partial
 
-from fedprophet.cascade.channels import Rule, random_channels
+from fedprophet.cascade.channels import ChannelChoice, random_channels
 from fedprophet.methods.baseline import BaselineState
 from fedprophet.methods.partial import PartialTraining
 from fedprophet.methods.registry import method
@@ -16,7 +16,7 @@ from fedprophet.randomness import generator
 class FedDrop(PartialTraining):
     """Partial training of random channels."""
 
-    def rule(self, state: BaselineState, client: int) -> Rule:
+    def choice(self, state: BaselineState, client: int) -> ChannelChoice:
         """Return the client's own draw of this round: group after group from one stream."""
         draw = generator(self.world.config.seed, "channels", state.round, client)
         return partial(random_channels, generator=draw)

@@ -9,7 +9,7 @@ mean over them alone. The server's model f, of the largest architecture, minimis
 Its last layer starts each round as the average of the clients' last layers, and is given back to every architecture.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -17,12 +17,11 @@ from torch import Tensor, nn
 
 from fedprophet.cascade.atoms import Chain
 from fedprophet.errors import ConfigError
-from fedprophet.messages.answers import Trained
-from fedprophet.messages.tasks import Train
 from fedprophet.messages.values import BACKBONE
 from fedprophet.methods.distillation import Distillation, DistillationSettings, DistillationState
 from fedprophet.methods.registry import method
 from fedprophet.methods.world import World, named
+from fedprophet.server.aggregate import Usable
 from fedprophet.server.coordinator import Conversation, Record
 from fedprophet.server.rules.registry import Parameters
 
@@ -75,8 +74,8 @@ class FedET(Distillation):
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
-        self._last = {name: last_layer(member.chain) for name, member in self.family.items()}
-        shapes = {name: _shapes(member.chain, self._last[name]) for name, member in self.family.items()}
+        self._last = {name: last_layer(member.chain) for name, member in world.family.items()}
+        shapes = {name: _shapes(member.chain, self._last[name]) for name, member in world.family.items()}
         if not shapes[BACKBONE] or any(shape != shapes[BACKBONE] for shape in shapes.values()):
             own = {BACKBONE: world.config.model.name}
             listed = "; ".join(f"{own.get(n, n)}: {shape or 'no linear layer'}" for n, shape in shapes.items())
@@ -85,33 +84,29 @@ class FedET(Distillation):
                 "Name models of one family and width"
             )
 
-    def join(
-        self, state: DistillationState, tasks: Sequence[Train], updates: Sequence[Trained], record: Record
-    ) -> Conversation[DistillationState | None]:
+    def join(self, state: DistillationState, usable: Usable, record: Record) -> Conversation[DistillationState]:
         """Average by architecture, let the server's model learn the consensus, and hand out its last layer."""
-        usable = self.world.aggregator.usable(tasks, updates, record, self.expected_layers)
-        if not usable:
-            return None
-        logits = yield from self.predictions(state, tasks, usable, record)
+        logits = yield from self.predictions(state, usable, record)
+        averages = self.average(state, usable)
         if not len(logits):  # without predictions there is nothing to learn
-            return replace(state, models=self.average(state, tasks, usable))
+            return replace(state, models=averages)
         targets = consensus(logits, self.world.config.of(DistillationSettings).diversity)
-        student = {**state.model, **self._average_last_layer(state, tasks, usable)}
+        student = {**state.model, **self._average_last_layer(state, usable)}
         model = (yield from self.distil(state, {BACKBONE: student}, targets, record))[BACKBONE]
         models = {
             name: {**averaged, **{own: model[self._last[BACKBONE][part]] for part, own in self._last[name].items()}}
-            for name, averaged in self.average(state, tasks, usable).items()
+            for name, averaged in averages.items()
         }
         return replace(state, model=model, models=models)
 
-    def _average_last_layer(
-        self, state: DistillationState, tasks: Sequence[Train], usable: Sequence[Trained]
-    ) -> Parameters:
+    def _average_last_layer(self, state: DistillationState, usable: Usable) -> Parameters:
         """Return the mean of the clients' last layers, whatever their architecture, under the server model's names."""
-        names = {task.client: self._last[task.architecture] for task in tasks}
         server = self._last[BACKBONE]
         layers = [
-            (update.weight, {server[part]: update.parameters[own] for part, own in names[update.client].items()})
-            for update in usable
+            (
+                update.weight,
+                {server[part]: update.parameters[own] for part, own in self._last[task.architecture].items()},
+            )
+            for task, update in usable
         ]
         return named(self.world.aggregator.join(named(state.model, server.values()), layers), server.values())

@@ -21,50 +21,18 @@ from fedprophet.methods.registry import method
 from fedprophet.methods.world import World, named
 from fedprophet.randomness import global_rng
 from fedprophet.server.aggregate import weighted_mean
-from fedprophet.server.assignment import assign
+from fedprophet.server.assignment import AssignmentSettings, assign
 from fedprophet.server.convergence import Best, better, score
 from fedprophet.server.coordinator import Conversation, Record, ask
-from fedprophet.server.perturbation import AdjustmentRule, Perturbation, accuracy_ratio
-from fedprophet.server.rejections import reject, weight_fault
+from fedprophet.server.perturbation import Perturbation, PerturbationSettings, accuracy_ratio
+from fedprophet.server.rejections import sound_answers, weight_fault
 from fedprophet.server.rules.registry import Parameters
-from fedprophet.settings.describe import misfit
 from fedprophet.settings.section import Section, section
-from fedprophet.settings.toml import shown
 from fedprophet.settings.values import Clients
 from fedprophet.threat import ThreatModel, feature_threat, with_steps
 
 MEASURE_TRIES = 3
 """A run stops after this many rounds in a row in which nobody measured a module's features."""
-
-
-@section("perturbation")
-class PerturbationSettings(Section):
-    """Adaptive Perturbation Adjustment (Eq. 11 and 12)."""
-
-    enabled: bool = Field(default=True, description="Adjust alpha; false keeps it at its start.")
-    start: float = Field(default=0.3, ge=0, description="alpha at the start of every stage.")
-    change: float = Field(default=0.1, ge=0, description="How much alpha changes at a time (Delta alpha).")
-    threshold: float = Field(
-        default=0.05, ge=0, lt=1, description="Relative change of the accuracy ratio that counts (gamma)."
-    )
-    every: int = Field(default=1, ge=1, description="Rounds from one adjustment to the next (50 in the paper's runs).")
-    window: int = Field(
-        default=1, ge=1, description="Evaluations that the ratio is averaged over (5 in the paper's runs)."
-    )
-    floor: float = Field(default=0.0, ge=0, description="Lowest alpha (the start value in the paper's runs).")
-
-    def conflicts(self, config: Config) -> Iterator[str]:
-        if self.floor > self.start:
-            yield misfit("perturbation.floor", self.floor, f"at most perturbation.start = {shown(self.start)}")
-
-
-@section("assignment")
-class AssignmentSettings(Section):
-    """Differentiated Module Assignment (Eq. 14 and 15)."""
-
-    enabled: bool = Field(
-        default=True, description="Give clients with memory left later modules too; false: module m alone."
-    )
 
 
 @section("measure")
@@ -110,6 +78,11 @@ class CascadeState(MethodState):
         known = [(f.clean, f.adversarial) for f in self.fixed if f.clean is not None and f.adversarial is not None]
         return accuracy_ratio(*known[-1]) if known else 1.0
 
+    @property
+    def alpha(self) -> float:
+        """By how much the perturbation is scaled; 1 in the first stage, which attacks images."""
+        return self.perturbation.alpha if self.perturbation else 1.0
+
 
 @method(
     "fedprophet",
@@ -119,21 +92,11 @@ class CascadeState(MethodState):
     cascade=True,
 )
 class FedProphet(Method[CascadeState]):
-    """Train module after module, each under the attack that the fixed modules before it let through."""
+    """Train module after module, each under the attack that the frozen modules before it let through."""
 
     state = CascadeState
 
-    def __init__(self, world: World) -> None:
-        super().__init__(world)
-        settings = world.config.of(PerturbationSettings)
-        # The rule counts evaluations, the setting rounds.
-        every = math.ceil(settings.every / world.config.evaluate.every)
-        self.rule = AdjustmentRule(
-            settings.enabled, settings.change, settings.threshold, every, settings.window, settings.floor
-        )
-
     def initial(self) -> CascadeState:
-        """Return the state before the first round."""
         model, heads = self.world.initial_model(), initial_heads(self.world)
         return CascadeState(model=model, best_model=model, heads=heads, best_heads=heads)
 
@@ -142,10 +105,11 @@ class FedProphet(Method[CascadeState]):
         return state.stage == len(self.world.modules)
 
     def results(self, state: CascadeState) -> Mapping[str, Any]:
-        """Return what each fixed module reached, for the closing table."""
+        """Return what each frozen module reached, for the closing table."""
         return {"stages": [vars(module) for module in state.fixed]}
 
-    # One round: report, assign, train, average, evaluate, and at the end of a stage measure.
+    # One round: report, assign (Eq. 14, 15), train (Eq. 13), average (Eq. 16, 17), evaluate and adjust (Eq. 12); at the
+    # end of a stage fix the module and measure (Eq. 11).
 
     def round(self, state: CascadeState) -> Conversation[tuple[CascadeState, Record]]:
         """Play one communication round of Algorithm 2."""
@@ -190,15 +154,16 @@ class FedProphet(Method[CascadeState]):
         accuracy = yield from self.ask_accuracy(state, record)
         if accuracy is None or not self.world.stage_rule.counts(state.stage_round):
             return state
-        alpha = state.perturbation.alpha if state.perturbation else 1.0
         points = score(accuracy.clean, accuracy.adversarial, state.reference)
-        candidate = Best(state.round, points, accuracy.clean, accuracy.adversarial, alpha)
+        candidate = Best(state.round, points, accuracy.clean, accuracy.adversarial, state.alpha)
         best = better(state.best, candidate)
         record |= {"score": points, "best_round": best.round}
         if best is candidate:
             state = replace(state, best=best, best_model=state.model, best_heads=state.heads)
         if state.perturbation is not None:
-            adjusted = state.perturbation.observe(accuracy.clean, accuracy.adversarial, self.rule)
+            config = self.world.config
+            settings, every = config.of(PerturbationSettings), config.evaluate.every
+            adjusted = state.perturbation.observe(accuracy.clean, accuracy.adversarial, settings, every)
             state = replace(state, perturbation=adjusted)
         return state
 
@@ -208,31 +173,57 @@ class FedProphet(Method[CascadeState]):
         Where nobody evaluated the stage, its last round is kept. Where nobody measures, there is no radius to train
         the next module with: the stage goes on for another round, and the module is fixed again at its end.
         """
-        stage, best = state.stage, state.best
-        alpha = state.perturbation.alpha if state.perturbation else 1.0
-        kept = Best(state.round, math.nan, math.nan, math.nan, alpha) if best is None else best
-        restored = self._restored(state, kept)
-        module, radius = self.world.modules[stage], self._threat(restored).radius
-        digest = self.world.frozen.add(named(restored.model, self.world.chain.shared(module.first, module.last)))
-        clean, adversarial = (best.clean, best.adversarial) if best else (None, None)
-        fixed = Fixed(kept.round, clean, adversarial, kept.alpha, radius, digest)
+        best, restored, module = state.best, self._restored(state), self.world.modules[state.stage]
+        fixed = Fixed(
+            round=best.round if best else state.round,
+            clean=best.clean if best else None,
+            adversarial=best.adversarial if best else None,
+            alpha=restored.alpha,
+            radius=self._threat(restored).radius,
+            digest=self.world.frozen.add(self._parameters(restored, module.first, module.last)),
+        )
         restored = replace(restored, fixed=(*state.fixed, fixed))
-        perturbation, magnitude = None, dict[str, float]()
-        if stage + 1 < len(self.world.modules):
-            measured = yield from self._magnitude(restored, record)
-            if measured is None:
+        noted = {"module": state.stage + 1, **vars(fixed)}
+        perturbation = None
+        if state.stage + 1 < len(self.world.modules):
+            magnitude = yield from self._magnitude(restored, record)
+            if magnitude is None:
                 return self._postponed(state, record)
-            magnitude = {"magnitude": measured}
+            noted["magnitude"] = magnitude
             start = self.world.config.of(PerturbationSettings).start
-            perturbation = Perturbation(measured, restored.reference, start)
-        record["fixed"] = {"module": stage + 1, **vars(fixed), **magnitude}
-        return replace(restored, stage=stage + 1, stage_round=0, perturbation=perturbation, best=None)
+            perturbation = Perturbation(magnitude, restored.reference, start)
+        record["fixed"] = noted
+        return replace(restored, stage=state.stage + 1, stage_round=0, perturbation=perturbation, best=None)
 
-    def _restored(self, state: CascadeState, best: Best) -> CascadeState:
-        """Go back to the best round of the stage, the clients' own layers included."""
-        if state.perturbation is not None:
+    def _magnitude(self, state: CascadeState, record: Record) -> Conversation[float | None]:
+        """E[max ‖Δz_m‖] over the clients' training samples, under the attack that module m was trained with.
+
+        It is over the clients that answered; None where none of them did.
+        """
+        settings = self.world.config.of(MeasureSettings)
+        threat = with_steps(self._threat(state), settings.steps)
+        clients = self.world.clients.sample(settings.clients, state.round, "measure")
+        tasks = [
+            Measure(**self._model_fields(state, client, state.stage, head=None), threat=threat) for client in clients
+        ]
+        answers = yield from ask(tasks, Measured)
+        # A client of weight 0 has nothing to measure on.
+        sound = sound_answers([answer for answer in answers if answer.weight != 0], _measure_fault, record)
+        if sound:
+            return weighted_mean([(answer.weight, answer.magnitude) for answer in sound])
+        if len(answers) < len(tasks):
+            return None
+        raise TrainingError(
+            f"module {state.stage + 1} has diverged: no client could measure how far an attack moves its features. "
+            "A new run with a lower train.learning_rate usually helps"
+        )
+
+    def _restored(self, state: CascadeState) -> CascadeState:
+        """Go back to the best round of the stage, the clients' own layers included; without one, stay at the last."""
+        best = state.best
+        if best is not None and state.perturbation is not None:
             state = replace(state, perturbation=replace(state.perturbation, alpha=best.alpha))
-        if best.round == state.round:
+        if best is None or best.round == state.round:
             return state
         discarded = (*state.discarded, (best.round, state.round))
         return replace(state, model=state.best_model, heads=state.best_heads, discarded=discarded)
@@ -250,35 +241,6 @@ class FedProphet(Method[CascadeState]):
         record["postponed"] = {"module": module, "reason": "nobody measured", "tries": overdue}
         return state
 
-    def _magnitude(self, state: CascadeState, record: Record) -> Conversation[float | None]:
-        """E[max ‖Δz_m‖] over the clients' training samples, under the attack that module m was trained with.
-
-        It is over the clients that answered; None where none of them did.
-        """
-        settings, module = self.world.config.of(MeasureSettings), self.world.modules[state.stage]
-        threat = with_steps(self._threat(state), settings.steps)
-        clients = self.world.clients.sample(settings.clients, state.round, "measure")
-        parameters = named(state.model, self.world.chain.shared(module.first, module.last))
-        tasks = [
-            Measure(**self._model_fields(state, client), last=module.last, threat=threat, parameters=parameters)
-            for client in clients
-        ]
-        answers = yield from ask(tasks, Measured)
-        # A client of weight 0 has nothing to measure on.
-        reasons = {answer.client: _measure_fault(answer) for answer in answers if answer.weight != 0}
-        lost = {client: reason for client, reason in reasons.items() if reason is not None}
-        if lost:
-            reject(record, lost)
-        sound = [answer for answer in answers if answer.client in reasons and answer.client not in lost]
-        if sound:
-            return weighted_mean([(answer.weight, answer.magnitude) for answer in sound])
-        if len(answers) < len(tasks):
-            return None
-        raise TrainingError(
-            f"module {state.stage + 1} has diverged: no client could measure how far an attack moves its features. "
-            "A new run with a lower train.learning_rate usually helps"
-        )
-
     # Tasks.
 
     def _threat(self, state: CascadeState) -> ThreatModel:
@@ -289,47 +251,49 @@ class FedProphet(Method[CascadeState]):
         bounds = self.world.chain.atoms[self.world.modules[state.stage].first - 1].bounds
         return feature_threat(state.perturbation.radius, attack.feature_steps, bounds)
 
-    def _model_fields(self, state: CascadeState, client: int) -> ModelFields:
-        """Return what a task is made with that begins at module m, behind the modules that are fixed."""
-        module = self.world.modules[state.stage]
-        batch = self.world.evaluation_batch(module.last)
-        return {**self.task_fields(state, client), "first": module.first, "frozen": self._frozen(state), "batch": batch}
+    def _model_fields(self, state: CascadeState, client: int, last: int, head: int | None) -> ModelFields:
+        """Return what a task on modules m … `last` and a head is made with, behind the frozen modules."""
+        module, end = self.world.modules[state.stage], self.world.modules[last].last
+        return {
+            **self.task_fields(state, client),
+            "first": module.first,
+            "last": end,
+            "head": head,
+            "frozen": self._frozen(state),
+            "batch": self.world.evaluation_batch(module.last),
+            "parameters": self._parameters(state, module.first, end, head),
+        }
 
     def _frozen(self, state: CascadeState) -> tuple[FrozenModule, ...]:
-        """Return the fixed modules before module m; after a resume they are added to the store again."""
+        """Return the frozen modules before module m; after a resume they are added to the store again."""
         frozen = []
         for module, fixed in zip(self.world.modules[: state.stage], state.fixed, strict=False):
             if fixed.digest not in self.world.frozen:
-                self.world.frozen.add(named(state.model, self.world.chain.shared(module.first, module.last)))
+                self.world.frozen.add(self._parameters(state, module.first, module.last))
             frozen.append(FrozenModule(module.first, module.last, fixed.digest))
         return tuple(frozen)
 
     def _train_task(self, state: CascadeState, client: int, last: int) -> Train:
         """Return the joint training of modules m … M_k under the last one's exit (Eq. 13)."""
-        world, end = self.world, self.world.modules[last].last
-        adversarial = world.stage_rule.adversarial(state.stage_round)
-        fields = self._model_fields(state, client)
+        adversarial = self.world.stage_rule.adversarial(state.stage_round)
         return Train(
-            **fields,
-            last=end,
-            head=self._exit(last),
-            parameters=self._parameters(state, fields["first"], end, self._exit(last)),
+            **self._model_fields(state, client, last, self._exit(last)),
             threat=self._threat(state) if adversarial else None,
-            training=world.local_training(state.stage_round),
+            training=self.world.local_training(state.stage_round),
         )
 
     def evaluation_task(self, state: CascadeState, client: int, threat: ThreatModel | None) -> Evaluate:
         """Return the evaluation of the cascade so far: up to module m, through its exit, attacked at the image."""
         stage = min(state.stage, len(self.world.modules) - 1)
-        end, head = self.world.modules[stage].last, self._exit(stage)
-        fields = self._model_fields(replace(state, stage=stage), client)
-        parameters = self._parameters(state, fields["first"], end, head)
-        return Evaluate(**fields, last=end, head=head, threat=threat, parameters=parameters)
+        fields = self._model_fields(replace(state, stage=stage), client, stage, self._exit(stage))
+        return Evaluate(**fields, threat=threat)
 
     def _exit(self, last: int) -> int | None:
+        """Return the head behind a module; the last one has the backbone's own classifier."""
         return None if last == len(self.world.modules) - 1 else last
 
-    def _parameters(self, state: CascadeState, first: int, last: int, head: int | None) -> Parameters:
+    def _parameters(self, state: CascadeState, first: int, last: int, head: int | None = None) -> Parameters:
+        """Return the shared parameters of atoms `first` … `last` − 1 and of a head."""
         own = named(state.model, self.world.chain.shared(first, last))
         exit_names = [] if head is None else [f"heads.{head}.weight", f"heads.{head}.bias"]
         return {**own, **named(state.heads, exit_names)}
@@ -337,10 +301,8 @@ class FedProphet(Method[CascadeState]):
 
 def _measure_fault(answer: Measured) -> str | None:
     """Return why a measured perturbation cannot be counted, or None where it can."""
-    magnitude = answer.magnitude
-    return weight_fault(answer.weight) or (
-        None if 0 <= magnitude < math.inf else f"its measured perturbation is {magnitude}"
-    )
+    possible = 0 <= answer.magnitude < math.inf
+    return weight_fault(answer.weight) or (None if possible else f"its measured perturbation is {answer.magnitude}")
 
 
 def initial_heads(world: World) -> Parameters:

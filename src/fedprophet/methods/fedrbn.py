@@ -17,16 +17,17 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field
 
-from fedprophet.client.statistics import ADVERSARIAL, statistics_names
+from fedprophet.client.statistics import ADVERSARIAL, statistics_names, under_attack
 from fedprophet.errors import ModelError
 from fedprophet.fleet.clock import add_adoption
-from fedprophet.messages.answers import Adopted, Trained
+from fedprophet.messages.answers import Adopted
 from fedprophet.messages.tasks import Adopt, Evaluate, Train
 from fedprophet.messages.values import SERVER, Resources
 from fedprophet.methods.base import Shown
 from fedprophet.methods.baseline import Baseline, BaselineState
 from fedprophet.methods.registry import method
 from fedprophet.methods.world import World, named
+from fedprophet.server.aggregate import Usable
 from fedprophet.server.coordinator import Conversation, Record, ask
 from fedprophet.server.rules.mean import partial_average
 from fedprophet.server.rules.registry import Join, Parameters
@@ -96,46 +97,36 @@ class FedRBN(Baseline[BaselineState]):
         record["attacked"] = [task.client for task in tasks if task.threat is not None]
         return tasks
 
-    def join(
-        self, state: BaselineState, tasks: Sequence[Train], updates: Sequence[Trained], record: Record
-    ) -> Conversation[BaselineState | None]:
+    def join(self, state: BaselineState, usable: Usable, record: Record) -> Conversation[BaselineState]:
         """Average the models, then send adversarial statistics to the clients that trained without attack."""
-        usable = self.world.aggregator.usable(tasks, updates, record, self._expected_layers)
-        if not usable:
-            return None
-        propagation = self._propagation(state, tasks, usable)
+        propagation = self._propagation(state, usable)
         add_adoption(record["times"], propagation, (yield from ask(propagation, Adopted)))
-        model = self.world.aggregator.join(state.model, [(update.weight, update.parameters) for update in usable])
-        return replace(state, model=model)
+        return replace(state, model=self.world.aggregator.join_updates(state.model, usable))
 
-    def _expected_layers(self, task: Train) -> Parameters:
+    def expected_layers(self, task: Train) -> Parameters:
         """Return the statistics that a client has to send: a second set where it attacks."""
         first = named(self.world.chain.tensors, self._statistics)
         second = {ADVERSARIAL + name: value for name, value in first.items()} if task.adversarial_statistics else {}
         return {**first, **second}
 
-    def _propagation(self, state: BaselineState, tasks: Sequence[Train], usable: Sequence[Trained]) -> list[Adopt]:
-        attacked = {task.client for task in tasks if task.adversarial_statistics}
+    def _propagation(self, state: BaselineState, usable: Usable) -> list[Adopt]:
+        """Return what the clients that trained without attack adopt from those that attacked."""
+        attacked = {task.client for task, _ in usable if task.adversarial_statistics}
         names = self._statistics
         # What a client has just trained may lie on a GPU, and what it had stored before does not.
-        local = {update.client: {name: value.cpu() for name, value in update.local.items()} for update in usable}
+        local = {update.client: {name: value.cpu() for name, value in update.local.items()} for _, update in usable}
         sources = [
             (named(layers, names), {name: layers[ADVERSARIAL + name] for name in names})
             for client, layers in local.items()
             if client in attacked
         ]
-        receivers = [client for client in local if sources and client not in attacked]
-        temperature = self.world.config.of(PropagationSettings).temperature
-        given = {
-            c: propagate(named(local[c], names), sources, temperature, self.world.aggregator.join) for c in receivers
-        }
-        return [
-            Adopt(
-                **self.task_fields(state, client),
-                parameters={ADVERSARIAL + name: value for name, value in statistics.items()},
-            )
-            for client, statistics in given.items()
-        ]
+        temperature, join = self.world.config.of(PropagationSettings).temperature, self.world.aggregator.join
+        tasks = []
+        for client in [client for client in local if sources and client not in attacked]:
+            given = propagate(named(local[client], names), sources, temperature, join)
+            parameters = {ADVERSARIAL + name: value for name, value in given.items()}
+            tasks.append(Adopt(**self.task_fields(state, client), parameters=parameters))
+        return tasks
 
     def evaluation_task(self, state: BaselineState, client: int, threat: ThreatModel | None) -> Evaluate:
         """Return an evaluation that judges attacked images with a client's adversarial statistics."""
@@ -145,6 +136,4 @@ class FedRBN(Baseline[BaselineState]):
 
     def exported(self, state: BaselineState, local: Parameters) -> Parameters:
         """Return the model with the adversarial statistics, where any client has them."""
-        robust = {name.removeprefix(ADVERSARIAL): v for name, v in local.items() if name.startswith(ADVERSARIAL)}
-        clean = {name: value for name, value in local.items() if not name.startswith(ADVERSARIAL)}
-        return {**clean, **robust, **state.model}
+        return {**under_attack(local), **state.model}

@@ -5,7 +5,7 @@ In round t it starts at channel t mod C and wraps around, so all channels are tr
 
 from functools import partial
 
-from fedprophet.cascade.channels import Rule, rolling_channels
+from fedprophet.cascade.channels import ChannelChoice, rolling_channels
 from fedprophet.methods.baseline import BaselineState
 from fedprophet.methods.partial import PartialTraining
 from fedprophet.methods.registry import method
@@ -20,6 +20,6 @@ from fedprophet.methods.registry import method
 class FedRolex(PartialTraining):
     """Partial training of a rolling window of channels."""
 
-    def rule(self, state: BaselineState, client: int) -> Rule:
+    def choice(self, state: BaselineState, client: int) -> ChannelChoice:
         """Return the window of this round, the same for all clients."""
         return partial(rolling_channels, start=state.round)

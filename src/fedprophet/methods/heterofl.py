@@ -3,7 +3,7 @@
 The sub-networks are nested, so the first channels are trained by all clients and the last ones by strong clients alone.
 """
 
-from fedprophet.cascade.channels import Rule, first_channels
+from fedprophet.cascade.channels import ChannelChoice, first_channels
 from fedprophet.methods.baseline import BaselineState
 from fedprophet.methods.partial import PartialTraining
 from fedprophet.methods.registry import method
@@ -13,6 +13,6 @@ from fedprophet.methods.registry import method
 class HeteroFL(PartialTraining):
     """Partial training of the first channels."""
 
-    def rule(self, state: BaselineState, client: int) -> Rule:
+    def choice(self, state: BaselineState, client: int) -> ChannelChoice:
         """Return the first channels, for every client and round."""
         return first_channels

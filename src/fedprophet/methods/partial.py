@@ -6,23 +6,24 @@ coordinate is averaged over the clients that trained it; what nobody trained sta
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from fedprophet.cascade.channels import Channels, Kept, Rule, channels_of, first_channels, kept_channels
+from fedprophet.cascade.channels import ChannelChoice, Channels, Kept, channels_of, first_channels, kept_channels
 from fedprophet.cascade.cost import ChainCost, cost_of
 from fedprophet.cascade.narrow import merge_local, narrow_chain, slice_state
 from fedprophet.errors import ModelError
-from fedprophet.messages.answers import Trained
 from fedprophet.messages.tasks import Train
 from fedprophet.messages.values import Resources
 from fedprophet.methods.base import Shown
 from fedprophet.methods.baseline import Baseline, BaselineState
 from fedprophet.methods.world import World
+from fedprophet.server.aggregate import Usable
 from fedprophet.server.coordinator import Conversation, Record
 from fedprophet.server.rules.mean import scatter_average
 from fedprophet.server.rules.registry import Parameters
@@ -44,25 +45,24 @@ class PartialTraining(Baseline[BaselineState]):
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
-        self.channels = self._find_channels()
-        """The channels that sub-networks are cut along."""
+        try:
+            self.channels = channels_of(world.chain.model, world.cost.input[1:])
+        except ModelError as error:
+            raise ModelError(f"method {world.config.method} trains narrow sub-networks: {error}") from None
         self._cost_of_widths = lru_cache(COSTS_KEPT)(self._count)
 
-    def rule(self, state: BaselineState, client: int) -> Rule:
+    @abstractmethod
+    def choice(self, state: BaselineState, client: int) -> ChannelChoice:
         """Return how a client's channels are chosen in this round."""
-        raise NotImplementedError
-
-    def width(self, resources: Resources) -> float:
-        """Return r, the fraction of the channels that a client can train."""
-        return min(resources.memory / self.world.cost.total_memory, 1.0)
 
     def assign(self, state: BaselineState, available: Mapping[int, Resources], record: Record) -> list[Train]:
         """Cut a sub-network for each client."""
-        widths = {client: self.width(resources) for client, resources in available.items()}
+        whole = self.world.cost.total_memory
+        widths = {client: min(resources.memory / whole, 1.0) for client, resources in available.items()}
         record["widths"] = {str(client): r for client, r in widths.items()}
         tasks = []
         for client, r in widths.items():
-            kept = kept_channels(self.channels, r, self.rule(state, client))
+            kept = kept_channels(self.channels, r, self.choice(state, client))
             parameters = slice_state(self.channels, kept, state.model)
             tasks.append(replace(self.train_task(state, client), kept_channels=kept, parameters=parameters))
         return tasks
@@ -71,26 +71,14 @@ class PartialTraining(Baseline[BaselineState]):
         """Return the cost of a network that really has the kept channels alone."""
         return self._cost_of_widths(tuple(len(channels) for channels in task.kept_channels.values()))
 
-    def join(
-        self, state: BaselineState, tasks: Sequence[Train], updates: Sequence[Trained], record: Record
-    ) -> Conversation[BaselineState | None]:
+    def join(self, state: BaselineState, usable: Usable, record: Record) -> Conversation[BaselineState]:
         """Join each coordinate over the clients whose sub-network has it."""
         yield from ()
-        kept: dict[int, Kept] = {task.client: task.kept_channels for task in tasks}
-        usable = self.world.aggregator.usable(tasks, updates, record)
-        if not usable:
-            return None
-        parts = [(update.weight, kept[update.client], update.parameters) for update in usable]
+        parts = [(update.weight, task.kept_channels, update.parameters) for task, update in usable]
         if self.world.aggregator.is_mean:
             return replace(state, model=scatter_average(self.channels, state.model, parts))
         spread = [(weight, _Spread(self.channels, kept, state.model, part)) for weight, kept, part in parts]
         return replace(state, model=self.world.aggregator.join(state.model, spread))
-
-    def _find_channels(self) -> Channels:
-        try:
-            return channels_of(self.world.chain.model, self.world.cost.input[1:])
-        except ModelError as error:
-            raise ModelError(f"method {self.world.config.method} trains narrow sub-networks: {error}") from None
 
     def _count(self, widths: tuple[int, ...]) -> ChainCost:
         whole, groups = self.world.cost, self.channels.groups

@@ -4,17 +4,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from fedprophet.errors import ConfigError, unknown
-from fedprophet.methods.base import Method, Shown
+from fedprophet.methods.base import Method
 
 
 @dataclass(frozen=True)
 class MethodEntry:
     """A method and its line in the listing.
 
-    `paper` is its name in tables, `row` its row in the paper's main table. `cascade`: it trains modules that fit the
-    budget, not the whole model. `distills`: its clients train a family of models, and the server learns from them on a
-    public set.
+    `paper` is its name in tables, `row` its row in the paper's main table and its place in listings. `cascade`: it
+    trains modules that fit the budget, not the whole model. `distills`: its clients train a family of models, and the
+    server learns from them on a public set.
     """
 
     method: type[Method[Any]]
@@ -24,15 +23,10 @@ class MethodEntry:
     cascade: bool = False
     distills: bool = False
 
-    @property
-    def shown(self) -> Shown | None:
-        """What the progress display shows of this method's rounds in addition to the common facts."""
-        return self.method.shown
-
 
 M = TypeVar("M", bound=type[Method[Any]])
 METHODS: dict[str, MethodEntry] = {}
-"""Every method by its name in the configuration, in the order of the paper's main table."""
+"""Every method by its name in the configuration."""
 
 
 def method(name: str, help: str, **about: Any) -> Callable[[M], M]:
@@ -43,10 +37,3 @@ def method(name: str, help: str, **about: Any) -> Callable[[M], M]:
         return kind
 
     return register
-
-
-def find_method(name: str) -> MethodEntry:
-    """Return the method of that name."""
-    if name not in METHODS:
-        raise ConfigError(unknown("method", name, METHODS))
-    return METHODS[name]

@@ -15,7 +15,7 @@ from fedprophet.messages.values import LocalTraining
 from fedprophet.methods.sampling import ClientPool, ClientSampler
 from fedprophet.server.aggregate import Aggregator
 from fedprophet.server.convergence import StageRule
-from fedprophet.server.rules import find_rule
+from fedprophet.server.rules import RULES
 from fedprophet.server.rules.registry import Parameters
 from fedprophet.threat import ThreatModel, input_threat
 
@@ -51,7 +51,7 @@ class World:
     @cached_property
     def aggregator(self) -> Aggregator:
         """How updates are joined."""
-        rule = find_rule(self.config.aggregate.rule)
+        rule = RULES[self.config.aggregate.rule]
         return Aggregator(rule.configured(self.config.of), self.config.aggregate.minimum, rule.averaged)
 
     @property
@@ -61,7 +61,7 @@ class World:
         return StageRule(config.rounds, config.warmup_rounds, config.gate_rounds, config.patience_rounds)
 
     def image_threat(self, steps: int) -> ThreatModel:
-        """Return the threat on images, carried out in so many steps."""
+        """Return the threat on images, with this many steps of the attack."""
         attack = self.config.attack
         return input_threat(attack.radius, attack.step_size, steps)
 

@@ -15,7 +15,7 @@ EPSILON = 1e-6
 
 
 @dataclass(frozen=True)
-class Sizes:
+class TransformerSizes:
     """How large a transformer is, and how strongly it drops out."""
 
     patch: int
@@ -29,7 +29,7 @@ class Sizes:
 class SelfAttention(nn.Module):
     """Multi-head self-attention, spelled out so that it can be traced and its FLOPs counted."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: TransformerSizes) -> None:
         super().__init__()
         self.heads = sizes.heads
         self.head_dim = sizes.dim // sizes.heads
@@ -52,7 +52,7 @@ class SelfAttention(nn.Module):
 class MLP(nn.Sequential):
     """Two linear layers on each token."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: TransformerSizes) -> None:
         inner, outer = nn.Linear(sizes.dim, sizes.mlp_dim), nn.Linear(sizes.mlp_dim, sizes.dim)
         super().__init__(inner, nn.GELU(), nn.Dropout(sizes.dropout), outer, nn.Dropout(sizes.dropout))
         for linear in (inner, outer):
@@ -63,7 +63,7 @@ class MLP(nn.Sequential):
 class EncoderBlock(nn.Module):
     """Attention and a token-wise network, each behind a norm and inside a shortcut."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: TransformerSizes) -> None:
         super().__init__()
         self.ln_1 = nn.LayerNorm(sizes.dim, eps=EPSILON)
         self.self_attention = SelfAttention(sizes)
@@ -80,7 +80,7 @@ class EncoderBlock(nn.Module):
 class Encoder(nn.Module):
     """Position embedding, blocks, and a last norm."""
 
-    def __init__(self, tokens: int, sizes: Sizes) -> None:
+    def __init__(self, tokens: int, sizes: TransformerSizes) -> None:
         super().__init__()
         self.pos_embedding = nn.Parameter(torch.empty(1, tokens, sizes.dim))
         self.dropout = nn.Dropout(sizes.dropout)
@@ -98,7 +98,7 @@ class Encoder(nn.Module):
 class VisionTransformer(nn.Module):
     """Patches and a class token through an encoder; the class token's end is classified."""
 
-    def __init__(self, input_shape: tuple[int, int, int], classes: int, sizes: Sizes) -> None:
+    def __init__(self, input_shape: tuple[int, int, int], classes: int, sizes: TransformerSizes) -> None:
         super().__init__()
         channels, height, width = input_shape
         self.conv_proj = nn.Conv2d(channels, sizes.dim, sizes.patch, stride=sizes.patch)
@@ -133,7 +133,7 @@ def build_vit(
     small = is_small(input_shape)
     least = min(input_shape[1:])
     width = dim or (192 if small else 768)
-    sizes = Sizes(
+    sizes = TransformerSizes(
         patch=patch if patch is not None else (4 if least >= 16 else 2) if small else 16,
         dim=dim if dim is not None else width,
         depth=depth if depth is not None else 6 if small else 12,
@@ -145,7 +145,7 @@ def build_vit(
     return VisionTransformer(input_shape, classes, sizes)
 
 
-def _check(input_shape: tuple[int, int, int], sizes: Sizes) -> None:
+def _check(input_shape: tuple[int, int, int], sizes: TransformerSizes) -> None:
     check_positive("vit", patch=sizes.patch, dim=sizes.dim, depth=sizes.depth, heads=sizes.heads, mlp_dim=sizes.mlp_dim)
     check_fraction("vit", dropout=sizes.dropout)
     if input_shape[1] % sizes.patch or input_shape[2] % sizes.patch:

@@ -1,7 +1,6 @@
 """Starting weights: a safetensors file with torchvision's parameter names, or the weights torchvision publishes."""
 
 import hashlib
-import os
 import pickle
 import re
 from collections import Counter
@@ -11,13 +10,13 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fedprophet.data.fetch import Remote, alone, cache_home, fetch
 from fedprophet.errors import ModelError
 from fedprophet.models.normalize import Normalize
 from fedprophet.models.vgg import VGG
+from fedprophet.storage.files import tensors_to_bytes, write_atomic
 
 IMAGENET = "imagenet"
 """The source that stands for the published weights of the architecture."""
@@ -37,8 +36,6 @@ _NUMBERS = r"((?:\s+[0-9]*\.?[0-9]+)+)"
 _NORMALIZATION = re.compile(rf"mean{_NUMBERS}\s+std{_NUMBERS}")
 CLASSIFIERS = ("classifier", "fc", "heads")
 """What torchvision calls the part that depends on the number of classes."""
-_OLD_NAMES = {".mlp.linear_1.": ".mlp.0.", ".mlp.linear_2.": ".mlp.3."}
-"""The published transformer has names that torchvision itself translates when it loads them."""
 _COUNTER = "num_batches_tracked"
 """Counts batches and changes nothing: a file may leave it out."""
 
@@ -88,7 +85,11 @@ def load_weights(model: nn.Module, source: str | Path, architecture: str | None 
     path = published_weights(architecture) if source == IMAGENET else Path(source).expanduser()
     try:
         with safe_open(path, framework="pt") as file:
-            names = {_current(name): name for name in file.keys()}  # noqa: SIM118 (it has keys, but is no mapping)
+            stored_names = file.keys()
+            # torchvision, too, translates the names of the published transformer when it loads it.
+            names = {
+                n.replace(".mlp.linear_1.", ".mlp.0.").replace(".mlp.linear_2.", ".mlp.3."): n for n in stored_names
+            }
             shapes = {name: tuple(file.get_slice(stored).get_shape()) for name, stored in names.items()}
             plan = _plan(model, shapes, str(source))
             values = {name: file.get_tensor(names[found]) for name, found in plan.items()}
@@ -98,6 +99,8 @@ def load_weights(model: nn.Module, source: str | Path, architecture: str | None 
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{path} is not a whole safetensors file: {error}. {_ALLOWED}") from error
     _copy(model, values, str(source))
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
     used = set(plan.values())
     return LoadReport(
         source=str(source),
@@ -105,7 +108,7 @@ def load_weights(model: nn.Module, source: str | Path, architecture: str | None 
         missing=tuple(n for n in model.state_dict() if n not in plan and not n.endswith(_COUNTER)),
         unused=tuple(stored for name, stored in names.items() if name not in used),
         moved={name: found for name, found in plan.items() if name != found},
-        digest=_digest(path),
+        digest=digest,
         metadata=metadata,
     )
 
@@ -140,15 +143,11 @@ def _convert(downloaded: Path, converted: Path, remote: Remote) -> None:
     try:
         tensors = torch.load(downloaded, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ModelError(f"{downloaded} holds more or less than tensors. Delete it and try again") from error
+        raise ModelError(f"{downloaded} is not a file of tensors alone. Delete it and try again") from error
     if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):
         raise ModelError(f"{downloaded} is not a table of tensors. Delete it and try again")
     metadata = {"source": remote.url, remote.algorithm: remote.digest, "normalisation": NORMALIZATION}
-    part = converted.with_name(f".{converted.name}.part")
-    save_file({name: value.detach().contiguous().clone() for name, value in tensors.items()}, part, metadata)
-    with part.open("rb") as file:
-        os.fsync(file.fileno())
-    part.replace(converted)
+    write_atomic(converted, tensors_to_bytes(tensors, metadata))
 
 
 def _plan(model: nn.Module, shapes: Mapping[str, Shape], source: str) -> dict[str, str]:
@@ -218,22 +217,11 @@ def _copy(model: nn.Module, values: Mapping[str, Tensor], source: str) -> None:
     for name, value in values.items():
         if value.is_floating_point() != targets[name].is_floating_point():
             kind = str(value.dtype).removeprefix("torch.")
-            raise ModelError(f"tensor {name} of {source} holds {kind}, which is no kind of starting weight")
+            raise ModelError(f"tensor {name} of {source} holds {kind}, which cannot be a starting weight")
         if not bool(torch.isfinite(value.to(torch.float32)).all()):
             raise ModelError(f"tensor {name} of {source} holds values that are not finite")
     for name, value in values.items():
         targets[name].copy_(value)  # converts to the model's own type
-
-
-def _current(name: str) -> str:
-    for old, new in _OLD_NAMES.items():
-        name = name.replace(old, new)
-    return name
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _parts(names: Iterable[str]) -> str:

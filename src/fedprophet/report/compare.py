@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fedprophet.config.config import Config, machine_keys
-from fedprophet.fleet.settings import FleetSettings
+from fedprophet.display.numbers import counted
+from fedprophet.fleet.availability import FleetSettings
+from fedprophet.methods import METHODS
 from fedprophet.report.runs import Kind, RunSummary, read_run
 from fedprophet.runs.engine_history import engines_text
 from fedprophet.settings.toml import shown
@@ -22,7 +24,7 @@ IRRELEVANT = frozenset({*NUMERICS, "seed", "data.root", "data.options.cache", "c
 SETTING_KEYS = ("data.name", "data.validation")
 FLEET, REAL_DEVICES = "fleet.", "real devices"
 SETTING_SECTIONS = ("data.options.", "shards.", "population.", FLEET)
-ATTACKS: Mapping[str, Callable[[Config], tuple[str, ...]]] = {
+COLUMN_ATTACKS: Mapping[str, Callable[[Config], tuple[str, ...]]] = {
     "clean": lambda config: ("clean",),
     "pgd": lambda config: (f"pgd{config.evaluate.steps}",),
     "aa": lambda config: ("autoattack", "aa-fast"),
@@ -30,24 +32,10 @@ ATTACKS: Mapping[str, Callable[[Config], tuple[str, ...]]] = {
 """The accuracies of the main table, and the attacks that each may have been measured with, the preferred one first."""
 
 NOT_SET = "not set"
-Settings = Mapping[str, str]
+Keys = Mapping[str, str]
 """The keys of a configuration, dotted, and their values as text."""
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
-
-
-def paper_names() -> Mapping[str, str]:
-    """Return what the paper calls each method, in the order of its main table."""
-    return {
-        "jfat": "jFAT",
-        "feddf": "FedDF-AT",
-        "fedet": "FedET-AT",
-        "heterofl": "HeteroFL-AT",
-        "feddrop": "FedDrop-AT",
-        "fedrolex": "FedRolex-AT",
-        "fedrbn": "FedRBN",
-        "fedprophet": "FedProphet",
-    }
 
 
 @dataclass(frozen=True)
@@ -72,7 +60,7 @@ class Statistic:
 
 
 @dataclass(frozen=True)
-class Accuracy:
+class RowAccuracy:
     """An accuracy over the runs of a row: under which attack, and on how many samples in each run."""
 
     value: Statistic
@@ -97,8 +85,8 @@ class Row:
     """
 
     runs: tuple[RunSummary, ...]
-    differs: Settings = field(default_factory=dict)
-    unusual: Settings = field(default_factory=dict)
+    differs: Keys = field(default_factory=dict)
+    unusual: Keys = field(default_factory=dict)
     speedup: Speedup | None = None
 
     @property
@@ -119,21 +107,21 @@ class Row:
         """The paper's name for the method, and what distinguishes the row."""
         marks = [f"{key}={value}" for key, value in self.unusual.items()]
         if not self.finished:
-            marks += [f"seed {self.seeds[0]}", f"{self.runs[0].rounds} rounds so far"]
-        name = paper_names().get(self.method, self.method)
+            marks += [f"seed {self.seeds[0]}", f"{counted(self.runs[0].rounds, 'round')} so far"]
+        name = METHODS[self.method].paper
         return f"{name} ({', '.join(marks)})" if marks else name
 
     def over(self, value: Callable[[RunSummary], float | None]) -> Statistic | None:
         """Return a statistic over the runs that have the value."""
         return Statistic.of([found for found in map(value, self.runs) if found is not None])
 
-    def accuracy(self, kind: Kind, column: str) -> Accuracy | None:
+    def accuracy(self, kind: Kind, column: str) -> RowAccuracy | None:
         """Return an accuracy of the main table. If any seed has AutoAttack, no aa-fast is mixed in."""
-        for attack in ATTACKS[column](self.runs[0].config):
+        for attack in COLUMN_ATTACKS[column](self.runs[0].config):
             cells = [cell for run in self.runs if (cell := run.accuracies.get(kind, {}).get(attack)) is not None]
             value = Statistic.of([cell.accuracy for cell in cells])
             if value is not None:
-                return Accuracy(value, attack, tuple(cell.samples for cell in cells))
+                return RowAccuracy(value, attack, tuple(cell.samples for cell in cells))
         return None
 
     def memory(self, part: str) -> int | None:
@@ -274,10 +262,10 @@ def _setting(run: RunSummary) -> dict[str, str]:
     return chosen | contents.get(run.config.data.name, {})
 
 
-def _distinguished(settings: Settings, namesakes: Sequence[Settings]) -> dict[str, str]:
-    """Return the keys in which some of the namesakes differ, with their values in `settings`."""
+def _distinguished(own: Keys, namesakes: Sequence[Keys]) -> dict[str, str]:
+    """Return the keys in which some of the namesakes differ, with their values in `own`."""
     keys = dict.fromkeys(key for other in namesakes for key in other)
-    return {key: settings.get(key, NOT_SET) for key in keys if len({other.get(key) for other in namesakes}) > 1}
+    return {key: own.get(key, NOT_SET) for key in keys if len({other.get(key) for other in namesakes}) > 1}
 
 
 def _title(run: RunSummary) -> str:
@@ -300,8 +288,7 @@ def _fleet(fleet: FleetSettings) -> str:
 
 def _rows(runs: Sequence[RunSummary]) -> Iterator[Row]:
     """Yield the rows of a setting in the paper's order, other methods last."""
-    place = {method: number for number, method in enumerate(paper_names())}
-    ordered = sorted(runs, key=lambda run: place.get(run.config.method, len(place)))
+    ordered = sorted(runs, key=lambda run: METHODS[run.config.method].row)
     # A run that has not finished has no final number to average.
     groups = _grouped(ordered, lambda run: (run.config.method, _recipe(run), None if run.finished else run.path))
     rows = [Row(tuple(sorted(group, key=lambda run: run.config.seed))) for group in groups]
@@ -311,14 +298,12 @@ def _rows(runs: Sequence[RunSummary]) -> Iterator[Row]:
         yield replace(row, speedup=_speedup(row, references))
 
 
-def _named(row: Row, namesakes: Sequence[Settings]) -> Row:
+def _named(row: Row, namesakes: Sequence[Keys]) -> Row:
     """Return the row with what distinguishes it from the rows of its method."""
     differs = _distinguished(_keys(row), namesakes)
-
-    def usual(key: str, value: str) -> bool:
-        return 2 * sum(other.get(key, NOT_SET) == value for other in namesakes) > len(namesakes)
-
-    return replace(row, differs=differs, unusual={k: v for k, v in differs.items() if not usual(k, v)})
+    shared = {key: sum(other.get(key, NOT_SET) == differs[key] for other in namesakes) for key in differs}
+    unusual = {key: value for key, value in differs.items() if 2 * shared[key] <= len(namesakes)}
+    return replace(row, differs=differs, unusual=unusual)
 
 
 def _keys(row: Row) -> dict[str, str]:

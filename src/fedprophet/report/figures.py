@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from fedprophet.display.numbers import factor
 from fedprophet.durations import Unit
 from fedprophet.errors import ConfigError
-from fedprophet.report.compare import ATTACKS, Comparison, Row, Setting, Statistic
+from fedprophet.report.compare import COLUMN_ATTACKS, Comparison, Row, Setting, Statistic
 from fedprophet.report.notes import FAST_MARK
 from fedprophet.report.runs import Kind
 from fedprophet.report.tables import time_text, time_unit
@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # Matplotlib is an extra and slow to import: it is loaded onl
 ATTACK_COLOURS: Mapping[str, str] = {"clean": "#56B4E9", "pgd": "#E69F00", "aa": "#009E73"}
 TIME_COLOURS: Mapping[str, str] = {"computation": "#0072B2", "access": "#CC79A7"}
 ATTACK_NAMES: Mapping[str, str] = {"clean": "Clean", "pgd": "PGD", "aa": "AA"}
-TIME_NAMES: Mapping[str, str] = {"computation": "Computation", "access": "Data access"}
+TIME_NAMES: Mapping[str, str] = {"computation": "Computation", "access": "Storage access"}
 INK, PALE = "#222222", "#666666"
 WIDTH, ROW_HEIGHT, FRAME_HEIGHT, DPI = 11.0, 0.62, 1.55, 150
 LABEL_WIDTH, LINE_HEIGHT = 30, 0.16
@@ -83,17 +83,22 @@ def _draw(part: "SubFigure", setting: Setting) -> None:
 
 def _draw_accuracies(axes: "Axes", rows: Sequence[Row]) -> None:
     """Draw personalised accuracies as bars, and the global ones as diamonds on them."""
-    shown = [column for column in ATTACKS if any(row.accuracy("personalised", column) for row in rows)]
+    shown = [column for column in COLUMN_ATTACKS if any(row.accuracy("personalised", column) for row in rows)]
     thickness = 0.84 / max(len(shown), 1)
     for place, column in enumerate(shown):
         heights = [number + (place - (len(shown) - 1) / 2) * thickness for number in range(len(rows))]
         bars = _points(rows, heights, "personalised", column)
         colour, name = ATTACK_COLOURS[column], ATTACK_NAMES[column]
-        axes.barh([y for y, _ in bars], [v.mean for _, v in bars], 0.9 * thickness, color=colour, label=name)
-        _draw_spread(axes, bars)
-        _mark_fast(axes, rows, bars, column)
+        axes.barh([y for y, *_ in bars], [v.mean for _, v, _ in bars], 0.9 * thickness, color=colour, label=name)
+        for y, value, attack in bars:
+            if value.deviation is not None:
+                axes.errorbar(value.mean, y, xerr=value.deviation, fmt="none", ecolor=INK, elinewidth=1, capsize=2)
+            if attack == "aa-fast":  # marked as in the tables: it is not the whole AutoAttack
+                end = value.mean + (value.deviation or 0.0)
+                axes.text(end + 1, y, f"{FAST_MARK} aa-fast", va="center", fontsize=8, color=INK)
         diamonds = _points(rows, heights, "global", column)
-        axes.plot([v.mean for _, v in diamonds], [y for y, _ in diamonds], "D", ms=4.5, mfc="white", mec=INK, mew=0.9)
+        means = [value.mean for _, value, _ in diamonds]
+        axes.plot(means, [y for y, *_ in diamonds], "D", ms=4.5, mfc="white", mec=INK, mew=0.9)
     axes.set_xlim(0, 100)
     axes.set_xlabel("Accuracy in %: personalised (bars) and global (diamonds)", fontsize=9, color=INK)
     for number, row in enumerate(rows):
@@ -101,26 +106,12 @@ def _draw_accuracies(axes: "Axes", rows: Sequence[Row]) -> None:
             axes.text(1, number, "not measured", va="center", fontsize=8, color=PALE)
 
 
-def _mark_fast(axes: "Axes", rows: Sequence[Row], bars: Sequence[tuple[float, Statistic]], column: str) -> None:
-    """Mark the bars of aa-fast, as in the tables: that is not the whole AutoAttack."""
-    cells = [cell for row in rows if (cell := row.accuracy("personalised", column))]
-    for (y, value), cell in zip(bars, cells, strict=True):
-        if cell.attack == "aa-fast":
-            end = value.mean + (value.deviation or 0.0)
-            axes.text(end + 1, y, f"{FAST_MARK} aa-fast", va="center", fontsize=8, color=INK)
-
-
-def _points(rows: Sequence[Row], heights: Sequence[float], kind: Kind, column: str) -> list[tuple[float, Statistic]]:
-    """Return where each row that has the accuracy is drawn, and the accuracy in %."""
+def _points(
+    rows: Sequence[Row], heights: Sequence[float], kind: Kind, column: str
+) -> list[tuple[float, Statistic, str]]:
+    """Return where each row that has the accuracy is drawn, the accuracy in %, and the attack."""
     found = ((y, row.accuracy(kind, column)) for y, row in zip(heights, rows, strict=True))
-    return [(y, accuracy.value.scaled(100.0)) for y, accuracy in found if accuracy]
-
-
-def _draw_spread(axes: "Axes", bars: Sequence[tuple[float, Statistic]]) -> None:
-    """Draw the standard deviation over seeds."""
-    for y, value in bars:
-        if value.deviation is not None:
-            axes.errorbar(value.mean, y, xerr=value.deviation, fmt="none", ecolor=INK, elinewidth=1, capsize=2)
+    return [(y, accuracy.value.scaled(100.0), accuracy.attack) for y, accuracy in found if accuracy]
 
 
 def _draw_times(axes: "Axes", rows: Sequence[Row]) -> None:

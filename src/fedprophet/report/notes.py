@@ -3,9 +3,9 @@
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from fedprophet.display.numbers import percent
+from fedprophet.display.numbers import counted, percent
 from fedprophet.report.compare import (
-    ATTACKS,
+    COLUMN_ATTACKS,
     NOT_SET,
     REFERENCE,
     Comparison,
@@ -42,7 +42,6 @@ def reading(comparison: Comparison) -> list[str]:
 
 
 def setting_notes(setting: Setting) -> list[str]:
-    """Return the notes on a setting's tables."""
     return [note for notes in _NOTES for note in notes(setting)]
 
 
@@ -111,14 +110,13 @@ def _deployed(setting: Setting) -> Iterator[str]:
 
 def _unfinished(setting: Setting) -> Iterator[str]:
     for run in (run for row in setting.rows if not row.finished for run in row.runs):
-        last = run.last
         reached = ""
-        if last:
+        if last := run.last:
             reached = f", clean {percent(last.clean)} and PGD {percent(last.adversarial)} in round {last.round}"
-        costs = "memory is" if run.deployed else "time and memory are"
+        played, costs = counted(run.rounds, "round"), "memory is" if run.deployed else "time and memory are"
         yield (
-            f"{run.path} is not finished: {run.rounds} rounds so far{reached}; {costs} of these rounds only. "
-            f"Resume it: {how_to_resume(run.path)}"
+            f"{run.path} is not finished: {played} so far{reached}; {costs} of these rounds only. "
+            f"Resume it with: {how_to_resume(run.path)}"
         )
 
 
@@ -141,7 +139,7 @@ def _attacks(setting: Setting) -> Iterator[str]:
         f"{row.label}: {kind} {column.upper()} of {cell.value.count} of {len(row.runs)} seeds."
         for row in setting.rows
         for kind in KINDS
-        for column in ATTACKS
+        for column in COLUMN_ATTACKS
         if (cell := row.accuracy(kind, column)) and cell.value.count < len(row.runs)
     )
     cells = [row.accuracy(kind, "aa") for row in setting.rows for kind in KINDS]

@@ -1,6 +1,5 @@
 """What a run's folder says about the run: its accuracies, its memory and its simulated time."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,7 @@ from fedprophet.errors import CheckpointError
 from fedprophet.runs.engine_history import Span, spans
 from fedprophet.runs.files import RunFiles
 from fedprophet.runs.journal import Journal
-from fedprophet.runs.summary import fault_count, simulated_seconds, training_memory, wire_bytes
+from fedprophet.runs.summary import fault_count, moved_bytes, simulated_seconds, training_memory
 from fedprophet.server.coordinator import Record
 from fedprophet.storage.files import how_to_resume, is_deployed
 
@@ -24,6 +23,7 @@ EVALUATION = "evaluation.json"
 """What `fedprophet evaluate` has measured, besides the run's own summary."""
 DEPLOYED = "Flower, real devices"
 """The engine of a run whose clients were real devices."""
+RESTORE = "Restore the file, or leave this run out"
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -50,7 +50,7 @@ class Reached:
 
 
 @dataclass(frozen=True)
-class Time:
+class SimulatedTime:
     """Simulated seconds of a whole run; communication is not part of the total, as in the paper."""
 
     computation: float
@@ -59,7 +59,6 @@ class Time:
 
     @property
     def total(self) -> float:
-        """The training time that the paper reports."""
         return self.computation + self.access
 
 
@@ -108,7 +107,7 @@ class RunSummary:
     accuracies: Mapping[Kind, Mapping[str, MeasuredAccuracy]] = field(default_factory=dict)
     best: Reached | None = None
     last: Reached | None = None
-    time: Time | None = None
+    time: SimulatedTime | None = None
     memory: Memory | None = None
     wire: Wire | None = None
     wire_rounds: tuple[RoundWire, ...] = ()
@@ -165,6 +164,11 @@ class _Evaluation(_Measurements):
     warnings: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class _Inputs:
+    dataset: str | None
+
+
 def read_run(path: Path) -> RunSummary:
     """Return what a run's folder holds; raise CheckpointError if it is not a run or a file is damaged."""
     files = RunFiles(path)
@@ -177,7 +181,8 @@ def read_run(path: Path) -> RunSummary:
     unfinished = _Results({}, {}, len(records), None, last=_last_evaluated(records, files.journal))
     results = written or unfinished
     evaluation = _read(path / EVALUATION, _Evaluation, "Delete it and measure again: fedprophet evaluate")
-    notes = list(_evaluation_notes(evaluation, results, finished=written is not None))
+    evaluation, notes = _current(evaluation, results.rounds, finished=written is not None)
+    inputs = _read(files.inputs, _Inputs, RESTORE) or _Inputs(None)
     deployed = is_deployed(path)
     costs = _costs(records, files.journal)
     if len(records) != results.rounds or costs is None:
@@ -191,7 +196,7 @@ def read_run(path: Path) -> RunSummary:
         rounds=results.rounds,
         finished=written is not None,
         version=results.version,
-        accuracies=_accuracies(results, evaluation, finished=written is not None),
+        accuracies={kind: {**(evaluation.of(kind) if evaluation else {}), **results.of(kind)} for kind in KINDS},
         best=results.best,
         last=results.last,
         time=None if costs is None or deployed else _time(records, costs),
@@ -202,7 +207,7 @@ def read_run(path: Path) -> RunSummary:
         deployed=deployed,
         norm_layers=results.norm_layers,
         public_samples=results.public_samples,
-        dataset=_dataset(files.inputs),
+        dataset=inputs.dataset,
         engines=_engines(files.timings),
         notes=tuple(notes),
     )
@@ -235,39 +240,17 @@ def _checked(parse: Callable[[], T], where: str, advice: str) -> T:
         raise CheckpointError(f"{where}: {place + ': ' if place else ''}{first['msg']}. {advice}") from None
 
 
-def _dataset(file: Path) -> str | None:
-    """Return the fingerprint of the run's dataset."""
-    try:
-        return str(json.loads(file.read_bytes())["dataset"])
-    except FileNotFoundError:
-        return None
-    except (ValueError, KeyError, TypeError):
-        raise CheckpointError(
-            f"{file} is damaged: it should name the run's dataset and model. Restore it, or leave this run out"
-        ) from None
-
-
 # Accuracies ----------------------------------------------------------------------------------------------------------
 
 
-def _evaluation_notes(evaluation: _Evaluation | None, results: _Results, finished: bool) -> list[str]:
-    """Return the warnings of the evaluation, and whether it measured another round."""
-    if evaluation is None:
-        return []
-    if evaluation.round == results.rounds:
-        return list(evaluation.warnings)
+def _current(evaluation: _Evaluation | None, rounds: int, finished: bool) -> tuple[_Evaluation | None, list[str]]:
+    """Return the evaluation, unless it measured another model than a finished run's, and the notes on it."""
+    if evaluation is None or evaluation.round == rounds:
+        return evaluation, list(evaluation.warnings) if evaluation else []
     measured = f"{EVALUATION} measured the model after round {evaluation.round}"
     if finished:
-        return [f"{measured}, not {results.rounds}, and does not count: measure again"]
-    return [measured, *evaluation.warnings]
-
-
-def _accuracies(
-    results: _Results, evaluation: _Evaluation | None, finished: bool
-) -> dict[Kind, dict[str, MeasuredAccuracy]]:
-    """Return the accuracies in the summary, and what was evaluated later of the same model."""
-    current = evaluation is not None and (evaluation.round == results.rounds or not finished)
-    return {kind: {**(evaluation.of(kind) if evaluation and current else {}), **results.of(kind)} for kind in KINDS}
+        return None, [f"{measured}, not {rounds}, and does not count: measure again"]
+    return evaluation, [measured, *evaluation.warnings]
 
 
 def _last_evaluated(records: Sequence[Record], journal: Path) -> Reached | None:
@@ -291,28 +274,27 @@ def _costs(records: Sequence[Record], journal: Path) -> list[list[_ClientCost]] 
 
 
 def _of_record(kind: TypeAdapter[T], value: object, record: Record, journal: Path) -> T:
-    """Return a part of a round's record."""
     where = f"round {record['round']} of the journal {journal} is damaged"
-    return _checked(lambda: kind.validate_python(value), where, "Restore the file, or leave this run out")
+    return _checked(lambda: kind.validate_python(value), where, RESTORE)
 
 
-def _time(records: Sequence[Record], costs: Sequence[Sequence[_ClientCost]]) -> Time:
+def _time(records: Sequence[Record], costs: Sequence[Sequence[_ClientCost]]) -> SimulatedTime:
     """Return the time of a run: a round takes as long as its slowest client; links are added up separately."""
     seconds = simulated_seconds(records)
     links = sum(max(cost.communication_s for cost in clients) for clients in costs if clients)
-    return Time(seconds["computation_s"], seconds["access_s"], links)
+    return SimulatedTime(seconds["computation_s"], seconds["access_s"], links)
 
 
 def _memory(records: Sequence[Record]) -> Memory | None:
     found = training_memory(records)
-    return Memory(int(found["least_bytes"]), int(found["peak_bytes"])) if found else None
+    return Memory(found["least_bytes"], found["peak_bytes"]) if found else None
 
 
 def _wire(records: Sequence[Record], journal: Path) -> Wire | None:
     for record in records:
         if "wire" in record:
             _of_record(TypeAdapter(Wire), record["wire"], record, journal)
-    found = wire_bytes(records)
+    found = moved_bytes(records)
     return Wire(**found) if found else None
 
 
@@ -321,6 +303,6 @@ def _wire_rounds(records: Sequence[Record]) -> tuple[RoundWire, ...]:
     if not any("wire" in record for record in records):
         return ()
     return tuple(
-        RoundWire(record["round"], Wire(**found) if (found := wire_bytes([record])) else None, fault_count([record]))
+        RoundWire(record["round"], Wire(**found) if (found := moved_bytes([record])) else None, fault_count([record]))
         for record in records
     )

@@ -10,7 +10,7 @@ from fedprophet.display import tables
 from fedprophet.display.numbers import factor, percent
 from fedprophet.display.tables import Column, Page, Table
 from fedprophet.durations import Unit, format_duration, unit_of
-from fedprophet.report.compare import ATTACKS, Accuracy, Comparison, Row, Setting, Statistic
+from fedprophet.report.compare import COLUMN_ATTACKS, Comparison, Row, RowAccuracy, Setting, Statistic
 from fedprophet.report.notes import FAST_MARK, reading, setting_notes
 from fedprophet.report.runs import KINDS, Reached, RunSummary
 from fedprophet.sizes import format_size
@@ -72,7 +72,7 @@ def _with_deviation(value: Statistic, scale: float) -> str:
     return f"{value.mean:.1f}" + ("" if value.deviation is None else f" ± {value.deviation:.1f}")
 
 
-def _accuracy_text(accuracy: Accuracy) -> str:
+def _accuracy_text(accuracy: RowAccuracy) -> str:
     return percent_text(accuracy.value) + (FAST_MARK if accuracy.attack == "aa-fast" else "")
 
 
@@ -226,7 +226,7 @@ def _csv_columns() -> Iterator[tuple[str, Form, Callable[[Row], Any]]]:
     yield "seeds", _joined, lambda row: row.seeds
     yield "rounds", _joined, lambda row: [run.rounds for run in row.runs]
     for kind in KINDS:
-        for attack in ATTACKS:
+        for attack in COLUMN_ATTACKS:
             name, cell = f"{kind}_{attack}", partial(Row.accuracy, kind=kind, column=attack)
             yield f"{name}_percent", _percent, _at(cell, "value", "mean")
             yield f"{name}_deviation", _percent, _at(cell, "value", "deviation")
@@ -288,7 +288,7 @@ def _row_document(row: Row) -> dict[str, Any]:
         "differs": dict(row.differs),
         "finished": row.finished,
         "seeds": list(row.seeds),
-        **{kind: {column: _as_dict(row.accuracy(kind, column)) for column in ATTACKS} for kind in KINDS},
+        **{kind: {column: _as_dict(row.accuracy(kind, column)) for column in COLUMN_ATTACKS} for kind in KINDS},
         "memory_bytes": {part: row.memory(part) for part in ("least", "peak")},
         "simulated_s": {part: _as_dict(row.time(part)) for part in TIMES},
         "wire_bytes": {part: _as_dict(row.wire(part)) for part in WIRE_PARTS},

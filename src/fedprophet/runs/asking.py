@@ -25,15 +25,15 @@ class WatchedEngine:
             yield answer
 
     def account(self) -> Record:
-        """Return the engine's accounts; none where it keeps none."""
+        """Return the engine's accounts, if it keeps any."""
         return self._engine.account() if isinstance(self._engine, Accountant) else {}
 
 
 def in_order(tasks: Sequence[Task], engine: Engine, kind: type[A]) -> Iterator[A]:
-    """Yield the answers in the order of their tasks, in whichever order an engine brings them.
+    """Yield the answers in the order of their tasks, whatever order the engine brings them in.
 
-    A sum over clients then has the same bits on every engine; only answers that came too early are held. Missing
-    answers are left out, and so are those that nobody asked for or that come twice.
+    So a sum over clients has the same bits on every engine. Only answers that came too early are held. Unrequested and
+    repeated answers are dropped, and missing ones are skipped.
     """
     early: dict[tuple[int, int], A] = {}
     order = [(task.client, task.number) for task in tasks]

@@ -67,8 +67,7 @@ class Checkpoints:
         try:
             make_folder(self._directory)
             self._tidy()
-            if not _holds(folder, contents):
-                _write_folder(folder, contents)
+            _write_folder(folder, contents)
         except OSError as error:
             with suppress(OSError):
                 self._tidy()
@@ -76,7 +75,7 @@ class Checkpoints:
         self._prune(round)
 
     def load(self, kind: type[S]) -> Loaded[S]:
-        """Return the newest whole state of this configuration; CheckpointError where there is none."""
+        """Return the newest whole state of this configuration; CheckpointError if there is none."""
         reasons: list[str] = []
         for number, folder in self._folders().items():
             try:
@@ -94,7 +93,7 @@ class Checkpoints:
         raise CheckpointError("\n".join((f"no checkpoint in {self._directory} can be used:", *reasons)))
 
     def _folders(self) -> dict[int, Path]:
-        """Return the folder of every checkpoint, newest first, also where it was moved aside (see `_write_folder`)."""
+        """Return the folder of every checkpoint, newest first, also if it was moved aside (see `_write_folder`)."""
         found: dict[int, Path] = {}
         try:
             names = sorted(path.name for path in self._directory.iterdir())
@@ -190,14 +189,6 @@ def _write_folder(folder: Path, contents: Mapping[str, bytes]) -> None:
     temporary.rename(folder)
     sync_folder(folder.parent)
     shutil.rmtree(aside, ignore_errors=True)
-
-
-def _holds(folder: Path, contents: Mapping[str, bytes]) -> bool:
-    """Whether the checkpoint exists with exactly these files."""
-    try:
-        return all((folder / name).read_bytes() == data for name, data in contents.items())
-    except OSError:
-        return False
 
 
 def _read_state(kind: type[S], folder: Path, document: Mapping[str, Any]) -> S:

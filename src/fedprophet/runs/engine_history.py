@@ -22,7 +22,7 @@ class EngineUse:
 
     @property
     def text(self) -> str:
-        """The engine for people; only on a GPU there is a choice of precision."""
+        """The engine for people, with its precision on a GPU, where there is a choice."""
         return f"{self.engine}, {self.precision}" if self.engine == CUDA else self.engine
 
 
@@ -63,14 +63,14 @@ def spans_of(document: Iterable[Mapping[str, Any]]) -> tuple[Span, ...]:
 
 
 def engines_text(found: Sequence[Span]) -> str:
-    """Return `workers`, or `workers to round 20, then cuda, bfloat16` where a run has changed its engine."""
+    """Return `workers`, or `workers to round 20, then cuda, bfloat16` if a run has changed its engine."""
     *earlier, last = found
     before = [f"not recorded to round {found[0].first - 1}"] if found[0].first > 1 else []
     return ", then ".join([*before, *(f"{span.use.text} to round {span.last}" for span in earlier), last.use.text])
 
 
 def change(found: Sequence[Span], now: EngineUse) -> str | None:
-    """Return what to say where a run goes on with another engine than that of its last round."""
+    """Return what to say if a run continues on a different engine from its last round's."""
     if not found or found[-1].use == now:
         return None
     return (

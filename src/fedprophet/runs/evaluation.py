@@ -27,7 +27,7 @@ from fedprophet.runs.masking import MaskingCheck, check_masking, masking_warning
 from fedprophet.runs.measured import AGAIN, MeasuredTasks, RememberingEngine, hash_of
 from fedprophet.runs.run import Run, RunStoppedError
 from fedprophet.server.coordinator import Engine
-from fedprophet.storage.files import make_folder, tensors_from_bytes, write_atomic
+from fedprophet.storage.files import make_folder, tensors_from_bytes, write_json
 from fedprophet.storage.locks import folder_lock
 from fedprophet.version import __version__
 
@@ -54,10 +54,10 @@ def evaluate_run(
     masking_check: bool = True,
     watch: Watch = unwatched,
 ) -> RunEvaluation:
-    """Measure a run's newest state, going on with what an earlier call measured; write RUN/evaluation.json.
+    """Measure a run's newest state, reusing what an earlier call measured; write RUN/evaluation.json.
 
-    Where the run's folder cannot be written to, nothing is kept and nothing is written. Where the clients are on other
-    machines, only the global model is measured.
+    If the run's folder is read-only, nothing is kept. If the clients are on other machines, only the global model is
+    measured.
     """
     names = parse_attacks(attacks if isinstance(attacks, str) else ",".join(attacks))
     check_samples(samples)
@@ -73,7 +73,7 @@ def evaluate_run(
         if kept:
             _write(run, state, evaluation, samples)
     except KeyboardInterrupt:
-        what = "what was measured is kept. Go on with" if kept else "nothing is kept. Start again with"
+        what = "what was measured is kept. Resume it with" if kept else "nothing is kept. Start again with"
         raise RunStoppedError(f"stopped; {what}: {_command(run.files.path, names, samples, masking_check)}") from None
     return evaluation
 
@@ -90,7 +90,7 @@ def check_samples(samples: int | None) -> None:
 
 
 def _whole_model(run: Run, watch: Watch) -> Mapping[str, Tensor]:
-    """Return the exported model; that of clients on other machines was made at the end of their run."""
+    """Return the exported model; a run on other machines exported it when it ended."""
     if run.away:
         return tensors_from_bytes(run.files.model.read_bytes())
     engine = WatchedEngine(run.session.engine, lambda _, done, total: watch("asking clients", done, total))
@@ -98,7 +98,7 @@ def _whole_model(run: Run, watch: Watch) -> Mapping[str, Tensor]:
 
 
 def _state_key(run: Run, whole: Mapping[str, Tensor]) -> str:
-    """Return the hash of what decides the numbers beside the tasks: state, data, settings and versions."""
+    """Return the hash of what decides the numbers besides the tasks: state, data, settings and versions."""
     session = run.session
     decisive = [__version__, torch.__version__, session.config.model_dump_json(), session.dataset.digest()]
     return hash_of([*decisive, str(run.state.round), digest(whole)])
@@ -145,7 +145,7 @@ def _write(run: Run, state: str, evaluation: RunEvaluation, samples: int | None)
             "warnings": [text for about in settings.values() for text in about["warnings"]],
             "settings": settings,
         }
-        write_atomic(file, (json.dumps(table, indent=2) + "\n").encode(), AGAIN)
+        write_json(file, table, AGAIN)
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -18,9 +18,9 @@ from fedprophet.server.coordinator import Engine
 from fedprophet.threat import ThreatModel
 
 CLIENTS_TOGETHER = 1000
-"""So many clients' tasks are made at a time."""
+"""How many clients' tasks are made at a time."""
 PART_SAMPLES = 64
-"""The test set is evaluated in parts of about as many samples, so that progress shows and little is lost by a stop."""
+"""The test set is evaluated in parts of about this size, so that progress shows and a stop loses little."""
 
 
 def threat_of(session: Session, name: str) -> tuple[str, ThreatModel | None]:

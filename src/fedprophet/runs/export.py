@@ -1,4 +1,4 @@
-"""The one model that everybody can load: shared parameters, and one set of norm layers for all clients."""
+"""The one model that anyone can load: shared parameters, and one set of norm layers for all clients."""
 
 import json
 from collections.abc import Mapping
@@ -39,17 +39,17 @@ def average_local(session: Session, state: Any, engine: Engine) -> Mapping[str, 
 
 def _sound_layers(known: Mapping[str, Tensor], answer: Reported) -> bool:
     """Whether a client's own layers may enter the average: they are the model's, and finite."""
-    fits = (
-        name.removeprefix(ADVERSARIAL) in known
-        and value.shape == known[name.removeprefix(ADVERSARIAL)].shape
-        and bool(torch.isfinite(value.to(known[name.removeprefix(ADVERSARIAL)].dtype)).all())
-        for name, value in answer.local.items()
-    )
-    return answer.weight > 0 and weight_fault(answer.weight) is None and all(fits)
+
+    def fits(name: str, value: Tensor) -> bool:
+        own = known.get(name.removeprefix(ADVERSARIAL))
+        return own is not None and value.shape == own.shape and bool(torch.isfinite(value.to(own.dtype)).all())
+
+    sound = answer.weight > 0 and weight_fault(answer.weight) is None
+    return sound and all(fits(name, value) for name, value in answer.local.items())
 
 
 def write_model(run: Run, path: Path) -> None:
-    """Write a run's model as one file; that of a run on other machines was made at its end."""
+    """Write a run's model as one file; a run on other machines exported it when it ended."""
     if run.away:
         write_atomic(path, run.files.model.read_bytes())
     else:

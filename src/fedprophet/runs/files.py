@@ -40,7 +40,7 @@ def read_results(path: Path) -> Mapping[str, Any]:
 
 
 def read_json(file: Path) -> Mapping[str, Any]:
-    """Return the content of one of a run's JSON files; CheckpointError where it is damaged."""
+    """Return the content of one of a run's JSON files; CheckpointError if it is damaged."""
     try:
         table: Mapping[str, Any] = json.loads(file.read_bytes())
     except ValueError:
@@ -49,5 +49,5 @@ def read_json(file: Path) -> Mapping[str, Any]:
 
 
 def resume_hint(path: Path) -> str:
-    """Return the sentence that tells how to go on with a run."""
-    return f"Go on with: {how_to_resume(path)}"
+    """Return the sentence that tells how to resume a run."""
+    return f"Resume it with: {how_to_resume(path)}"

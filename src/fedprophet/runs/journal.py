@@ -2,27 +2,23 @@
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fedprophet.errors import CheckpointError
-from fedprophet.storage.files import how_to_resume, make_folder, sync_folder, write_atomic, write_error
+from fedprophet.storage.files import append_synced, how_to_resume, write_atomic, write_error
 
 
 class Journal:
-    """A file of JSON lines that survives a kill; call `truncate` before going on after one.
-
-    A line counts once its newline is written. Only the last one can lack it.
-    """
+    """A file of JSON lines. A kill can only tear the last one; call `truncate` before continuing after one."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     @property
     def _advice(self) -> str:
-        """What to do where the file cannot be written."""
+        """What to do if the file cannot be written."""
         return (
             "The run's checkpoints are intact. Make room there or correct its permissions, then go on with: "
             f"{how_to_resume(self._path.parent)}"
@@ -30,14 +26,9 @@ class Journal:
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Add the line of a round (record["round"]) and wait until it is on the disk."""
-        line = encode(record)
+        line = journal_line(record)
         try:
-            new = not self._path.exists()
-            make_folder(self._path.parent)
-            with self._path.open("ab", buffering=0) as file:
-                _write_whole(file.fileno(), line)
-            if new:
-                sync_folder(self._path.parent)
+            append_synced(self._path, line)
         except OSError as error:
             raise write_error(self._path, error, self._advice) from error
 
@@ -72,7 +63,7 @@ class Journal:
         return pairs
 
 
-def encode(record: Mapping[str, Any]) -> bytes:
+def journal_line(record: Mapping[str, Any]) -> bytes:
     """Return a record as a line: keys in their order, no blanks, floats by their shortest exact digits."""
     if type(record.get("round")) is not int:
         raise TypeError("a record needs its round")
@@ -96,16 +87,3 @@ def _decode(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return record if isinstance(record, dict) and type(record.get("round")) is int else None
-
-
-def _write_whole(file: int, line: bytes) -> None:
-    """Append a line; where the disk is full, remove the part that was written."""
-    before = os.fstat(file).st_size
-    try:
-        rest = line
-        while rest:
-            rest = rest[os.write(file, rest) :]
-        os.fsync(file)
-    except OSError:
-        os.ftruncate(file, before)
-        raise

@@ -4,7 +4,7 @@ Each sign compares two attacks on the same samples. There is no sampling noise b
 difference counts from two samples and more than 1 % on.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -18,11 +18,11 @@ from fedprophet.threat import ThreatModel
 TOLERANCE = 0.01
 LEAST = 2
 CHECK_SAMPLES = 200
-"""The check with larger radii uses at most so many samples of the test set."""
+"""The check with larger radii uses at most this many samples of the test set."""
 CHECK_STEPS = 20
-"""It takes at least so many steps: an attack of few steps cannot cross a large ball."""
+"""It takes at least this many steps: an attack of few steps cannot cross a large ball."""
 LARGER = 4
-"""The larger radius is so many times the run's own."""
+"""The larger radius is this many times the run's own."""
 GREY = 0.5
 """Within this radius every image in [0, 1] can be turned into the same grey one."""
 MEANING = "The model may hide its gradients; then accuracies under gradient attacks overstate its robustness."
@@ -52,16 +52,13 @@ class MaskingCheck:
     radius: float
     found: Mapping[float, Tally]
 
-    def warnings(self, chance: float) -> list[str]:
-        """Return the signs of gradient masking."""
+    def warnings(self, chance: float) -> Iterator[str]:
+        """Yield the signs of gradient masking."""
         label, usual = attack_label(self.attack), self.found[self.radius]
-        signs = [
-            larger_radius(label, self.radius, usual, radius, found)
-            for radius, found in self.found.items()
-            if radius != self.radius
-        ]
-        signs.append(beyond_chance(label, GREY, self.found[GREY], chance) if GREY in self.found else None)
-        return [sign for sign in signs if sign is not None]
+        for radius, found in self.found.items():
+            yield from larger_radius(label, self.radius, usual, radius, found)
+        if GREY in self.found:
+            yield from beyond_chance(label, GREY, self.found[GREY], chance)
 
 
 def check_masking(evaluator: Evaluator, attacks: Sequence[str]) -> dict[str, MaskingCheck]:
@@ -99,17 +96,15 @@ def masking_warnings(
     }
 
 
-def _between_attacks(name: str, results: Mapping[str, AttackResult]) -> list[str]:
+def _between_attacks(name: str, results: Mapping[str, AttackResult]) -> Iterator[str]:
     """Compare an attack of several components with its own black-box part, and with the stepwise attacks."""
-    signs = []
     for where, answers in {"personalised": results[name].clients, "global": results[name].test}.items():
         if not any(answer.broken for answer in answers):
             continue
-        signs.append(black_box_alone(attack_label(name), where, answers))
+        yield from black_box_alone(attack_label(name), where, answers)
         for other in filter(is_stepwise, results):
             weak = tally(results[other].clients if where == "personalised" else results[other].test)
-            signs.append(weaker_than(attack_label(name), tally(answers), attack_label(other), weak, where))
-    return [sign for sign in signs if sign is not None]
+            yield from weaker_than(attack_label(name), tally(answers), attack_label(other), weak, where)
 
 
 # The signs -----------------------------------------------------------------------------------------------------------
@@ -119,43 +114,39 @@ def _clear(difference: int, samples: int) -> bool:
     return difference >= LEAST and difference > TOLERANCE * samples
 
 
-def black_box_alone(attack: str, where: str, answers: Sequence[Evaluated]) -> str | None:
+def black_box_alone(attack: str, where: str, answers: Sequence[Evaluated]) -> Iterator[str]:
     """Square sees no gradient: what it breaks after gradient attacks have failed speaks against the gradients."""
     left = tally(answers)
     broken = sum(answer.broken.get("square", 0) for answer in answers)
-    if not _clear(broken, left.samples):
-        return None
-    return (
-        f"{where}: {attack}'s gradient attacks left {Tally(left.correct + broken, left.samples)} samples correct, and "
-        f"the black-box attack Square after them only {left}. {MEANING}"
-    )
+    if _clear(broken, left.samples):
+        yield (
+            f"{where}: {attack}'s gradient attacks left {Tally(left.correct + broken, left.samples)} samples correct, "
+            f"and the black-box attack Square after them only {left}. {MEANING}"
+        )
 
 
-def weaker_than(attack: str, strong: Tally, other: str, weak: Tally, where: str) -> str | None:
-    """AutoAttack is the stronger attack: where it leaves more samples correct than PGD, its gradients misled it."""
-    if strong.samples != weak.samples or not _clear(strong.correct - weak.correct, strong.samples):
-        return None
-    return (
-        f"{where}: {attack} left {strong} samples correct, more than {other}, the weaker attack, which left {weak}. "
-        f"{MEANING}"
-    )
+def weaker_than(attack: str, strong: Tally, other: str, weak: Tally, where: str) -> Iterator[str]:
+    """AutoAttack is the stronger attack: if it leaves more samples correct than PGD, its gradients misled it."""
+    if strong.samples == weak.samples and _clear(strong.correct - weak.correct, strong.samples):
+        yield (
+            f"{where}: {attack} left {strong} samples correct, more than {other}, the weaker attack, which left "
+            f"{weak}. {MEANING}"
+        )
 
 
-def larger_radius(attack: str, radius: float, usual: Tally, larger: float, found: Tally) -> str | None:
+def larger_radius(attack: str, radius: float, usual: Tally, larger: float, found: Tally) -> Iterator[str]:
     """A larger ball contains the smaller one: an attack in it cannot do worse, unless it loses its way."""
-    if not _clear(found.correct - usual.correct, usual.samples):
-        return None
-    return (
-        f"{attack} with the larger radius {larger:g} left {found} test samples correct, more than with {radius:g}, "
-        f"which left {usual}. {MEANING}"
-    )
+    if _clear(found.correct - usual.correct, usual.samples):
+        yield (
+            f"{attack} with the larger radius {larger:g} left {found} test samples correct, more than with "
+            f"{radius:g}, which left {usual}. {MEANING}"
+        )
 
 
-def beyond_chance(attack: str, radius: float, found: Tally, chance: float) -> str | None:
+def beyond_chance(attack: str, radius: float, found: Tally, chance: float) -> Iterator[str]:
     """Within 0.5 of every image lies the same grey: an attack that finds its way leaves about chance, or less."""
-    if wilson(found.correct, found.samples)[0] <= chance:
-        return None
-    return (
-        f"{attack} with the radius {radius:g}, within which every image can be turned into the same grey, left {found} "
-        f"test samples correct, where chance is {100 * chance:.1f} %. {MEANING}"
-    )
+    if wilson(found.correct, found.samples)[0] > chance:
+        yield (
+            f"{attack} with the radius {radius:g}, within which every image can be turned into the same grey, left "
+            f"{found} test samples correct, where chance is {100 * chance:.1f} %. {MEANING}"
+        )

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -15,16 +14,16 @@ from fedprophet.messages.modules import digest
 from fedprophet.messages.tasks import Task
 from fedprophet.server.coordinator import Engine
 from fedprophet.storage.bounded import BoundedCache
-from fedprophet.storage.files import make_folder, sync_folder, write_error
+from fedprophet.storage.files import append_synced, write_error
 
 AGAIN = "Make room there or correct its permissions, then give the same command again: it goes on where it stopped"
 DIGESTS_KEPT = 16
 
 
 class MeasuredTasks:
-    """Answers by the hash of their task: lines of JSON, the last of which a kill can tear.
+    """Answers by the hash of their task: lines of JSON. A kill can tear the last one.
 
-    Several processes may add lines at the same time; two that measure the same write the same numbers.
+    Several processes may add lines at the same time; two that measure the same thing write the same numbers.
     """
 
     def __init__(self, folder: Path, state: str) -> None:
@@ -44,14 +43,7 @@ class MeasuredTasks:
         # The line begins with an end of line as well: it stays whole behind one that was torn.
         line = f"\n{json.dumps({'task': key, **encode(answer)[0]}, separators=(',', ':'))}\n".encode()
         try:
-            new = not self._file.exists()
-            make_folder(self._file.parent)
-            with self._file.open("ab", buffering=0) as file:
-                while line:
-                    line = line[os.write(file.fileno(), line) :]
-                os.fsync(file.fileno())
-            if new:
-                sync_folder(self._file.parent)
+            append_synced(self._file, line)
         except OSError as error:
             raise write_error(self._file, error, AGAIN) from error
 

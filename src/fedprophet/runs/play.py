@@ -1,6 +1,5 @@
-"""A run is played round by round; it can be stopped at any moment, and goes on where it was."""
+"""A run is played round by round; it can be stopped at any moment, and continues where it was."""
 
-import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing
@@ -20,11 +19,11 @@ from fedprophet.runs.observer import Observer
 from fedprophet.runs.run import Run, RunStoppedError, checkpoints_of
 from fedprophet.runs.summary import closing_summary, faulty_clients
 from fedprophet.server.coordinator import Record, play_round
-from fedprophet.storage.files import write_atomic
+from fedprophet.storage.files import write_json
 from fedprophet.storage.locks import folder_lock
 
 FAILURES_ALLOWED = 3
-"""So many rounds in a row without a usable update stop a run."""
+"""A run stops after this many rounds in a row without a usable update."""
 
 
 def play(run: Run, observer: Observer | None = None) -> Mapping[str, Any]:
@@ -48,17 +47,14 @@ def play(run: Run, observer: Observer | None = None) -> Mapping[str, Any]:
 
 
 def _check_inputs(run: Run) -> None:
-    """Refuse to go on with other data or another starting model; the first to play writes their fingerprints.
-
-    Of a model or dataset that was handed over in Python, the configuration knows no more than the name "custom".
-    """
+    """Refuse other data or another starting model than the run began with: their fingerprints are in a file."""
     file, session = run.files.inputs, run.session
     ours = {
         "dataset": session.dataset.digest(),
         "model": digest({**session.world.initial_model(), **session.initial_local}),
     }
     if not file.exists():
-        write_atomic(file, (json.dumps(ours, indent=2) + "\n").encode())
+        write_json(file, ours)
     theirs = read_json(file)
     different = [name for name in ours if ours[name] != theirs.get(name)]
     if different:
@@ -69,7 +65,7 @@ def _check_inputs(run: Run) -> None:
 
 
 def _engine_change(run: Run) -> Iterator[str]:
-    """Say that the rounds to come run on another engine than those before, as on another machine."""
+    """Say if the next rounds run on a different engine from the last ones, as on another machine."""
     if not run.session.method.finished(run.state):
         played = (line for line in Journal(run.files.timings).read() if line["round"] <= run.state.round)
         text = change(spans(played), engine_in_use(run.session, run.files.path))
@@ -127,7 +123,7 @@ def _failing(state: MethodState, path: Path, record: Record) -> TrainingError:
         few = record["too_few"]
         reasons = f"{few['usable']} of at least {few['minimum']}" + (f"; {reasons}" if reasons else "")
     return TrainingError(
-        f"{state.failures} rounds in a row had no usable update ({reasons or 'nobody answered'}). The run is stopped "
+        f"{state.failures} rounds in a row had no usable update ({reasons or 'no answers'}). The run is stopped "
         f"with its checkpoint of round {state.round} in {path}. A new run with a lower train.learning_rate usually "
         f"helps. {resume_hint(path)}, which tries further rounds"
     )
@@ -141,7 +137,7 @@ def _finish(run: Run, observer: Observer) -> None:
         whole = exported_model(run.session, run.state, engine)
         summary = closing_summary(run, engine, whole)
         write_tensors(run, whole, run.files.model)
-        write_atomic(run.files.results, (json.dumps(summary, indent=2) + "\n").encode())
+        write_json(run.files.results, summary)
     except KeyboardInterrupt:
         raise _stopped("in its closing evaluation", run.files.path) from None
 

@@ -1,22 +1,20 @@
 """A run is a folder: it is started there, and opened again at its newest checkpoint."""
 
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
-from fedprophet.cascade.atoms import Chain
 from fedprophet.config.config import Config
 from fedprophet.config.load import load_config
 from fedprophet.config.reference import to_toml
 from fedprophet.data.dataset import Dataset
-from fedprophet.engines import make_engine
+from fedprophet.engines import cores, make_engine
+from fedprophet.engines.registry import EngineMaker
 from fedprophet.errors import CheckpointError, ConfigError, TrainingError
 from fedprophet.runs.checkpoint import Checkpoints
 from fedprophet.runs.files import RunFiles, resume_hint
-from fedprophet.runs.session import EngineMaker, Session, assemble
+from fedprophet.runs.session import OwnModel, Session, assemble
 from fedprophet.settings.values import CUSTOM
 from fedprophet.storage.files import is_deployed, write_atomic
 from fedprophet.storage.locks import LOCK
@@ -49,30 +47,23 @@ def checkpoints_of(files: RunFiles, session: Session) -> Checkpoints:
 def start(
     config: Config,
     out: Path | None = None,
-    model: nn.Module | Chain | None = None,
+    model: OwnModel = None,
     dataset: Dataset | None = None,
     engine: EngineMaker = make_engine,
 ) -> Run:
     """Create a run's folder for a configuration; nothing is trained yet. `engine` makes the engine of the run."""
-    config = config.model_copy(update={"threads": config.threads or torch.get_num_threads()})
+    config = config.model_copy(update={"threads": cores(config)})
     if model is not None:
         config = config.model_copy(update={"model": config.model.model_copy(update={"name": CUSTOM})})
     if dataset is not None:
         config = config.model_copy(update={"data": config.data.model_copy(update={"name": CUSTOM})})
-    path = out if out is not None else _free_name(Path("runs"), f"{config.data.name}-{config.method}")
-    files = RunFiles(path)
+    numbered = (Path("runs", f"{config.data.name}-{config.method}-{number}") for number in count(1))
+    files = RunFiles(out if out is not None else next(path for path in numbered if not path.exists()))
     _expect_empty(files)
     # All mistakes in the configuration are found before anything is written.
     session = assemble(config, files.clients, model, dataset, engine)
     write_atomic(files.config, to_toml(config).encode())
     return Run(files, session, session.method.initial(), session.notes)
-
-
-def _free_name(parent: Path, stem: str) -> Path:
-    number = 1
-    while (parent / f"{stem}-{number}").exists():
-        number += 1
-    return parent / f"{stem}-{number}"
 
 
 def _expect_empty(files: RunFiles) -> None:
@@ -86,10 +77,7 @@ def _expect_empty(files: RunFiles) -> None:
 
 
 def reopen(
-    path: Path,
-    model: nn.Module | Chain | None = None,
-    dataset: Dataset | None = None,
-    engine: EngineMaker = make_engine,
+    path: Path, model: OwnModel = None, dataset: Dataset | None = None, engine: EngineMaker = make_engine
 ) -> Run:
     """Open a run's folder at its newest whole checkpoint."""
     _expect_run(path)
@@ -101,7 +89,7 @@ def reopen(
     return _opened(path, model, dataset, engine)
 
 
-def open_to_read(path: Path, model: nn.Module | Chain | None = None, dataset: Dataset | None = None) -> Run:
+def open_to_read(path: Path, model: OwnModel = None, dataset: Dataset | None = None) -> Run:
     """Open a run's folder to look at what was trained; a run on other machines must be finished.
 
     Its clients cannot be asked from here: their layers are in the exported model, which is made at the end.
@@ -122,7 +110,7 @@ def _expect_run(path: Path) -> None:
         raise CheckpointError(f"there is no run in {path}: it has no config.toml. Start one with: fedprophet train")
 
 
-def _opened(path: Path, model: nn.Module | Chain | None, dataset: Dataset | None, engine: EngineMaker) -> Run:
+def _opened(path: Path, model: OwnModel, dataset: Dataset | None, engine: EngineMaker) -> Run:
     files = RunFiles(path)
     session = assemble(load_config(files.config), files.clients, model, dataset, engine)
     checkpoints = checkpoints_of(files, session)

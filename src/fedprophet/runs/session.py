@@ -1,6 +1,6 @@
 """Everything a run consists of, put together from its configuration: data, fleet, model, method, engine."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ from fedprophet.client.workspace import Workspace
 from fedprophet.config.config import Config
 from fedprophet.data.dataset import Dataset
 from fedprophet.engines import EngineParts, chosen_engine, cores, make_engine, threads_of
+from fedprophet.engines.registry import EngineMaker
 from fedprophet.errors import ConfigError, FedProphetError, ModelError
-from fedprophet.fleet.availability import Availability
 from fedprophet.fleet.device import load_pool
 from fedprophet.fleet.population import Population
 from fedprophet.messages.modules import ModuleStore
 from fedprophet.messages.values import BACKBONE
-from fedprophet.methods import find_method
+from fedprophet.methods import METHODS
 from fedprophet.methods.base import Method
 from fedprophet.methods.distillation import DistillationSettings
 from fedprophet.methods.world import Architecture, World
@@ -39,8 +39,8 @@ from fedprophet.sizes import parse_budget
 CACHE_MEMORY = 2 * 10**9
 CACHE_DISK = 20 * 10**9
 LAYERS_MEMORY = 500 * 10**6
-
-EngineMaker = Callable[[EngineParts], Engine]
+OwnModel = nn.Module | Chain | None
+"""A model that the user passes in from Python instead of a name in the configuration."""
 
 
 @dataclass(frozen=True)
@@ -74,14 +74,14 @@ class Session:
 def assemble(
     config: Config,
     clients: Path | None = None,
-    model: nn.Module | Chain | None = None,
+    model: OwnModel = None,
     dataset: Dataset | None = None,
     engine: EngineMaker = make_engine,
 ) -> Session:
     """Build a session; `clients` is the folder where the clients' own layers are kept (None: in memory).
 
-    `model` and `dataset` replace those that the configuration names. `engine` makes the run's engine; where Flower has
-    started the run, it is one that uses Flower's connections.
+    `model` and `dataset` replace those that the configuration names. `engine` makes the run's engine; if Flower has
+    started the run, that one uses Flower's connections.
     """
     # Resolved here: within the block torch may have another number of threads.
     resolved = config.model_copy(update={"threads": cores(config)})
@@ -95,7 +95,7 @@ def assemble(
             dataset=dataset,
             population=side.population,
             world=world,
-            method=find_method(config.method).method(world),
+            method=METHODS[config.method].method(world),
             engine=engine(EngineParts(side.population, side.workspaces, budget, resolved, dataset, clients)),
             engine_name=chosen_engine(resolved),
             layers=layers,
@@ -113,7 +113,7 @@ def _world(config: Config, dataset: Dataset, side: "ClientSide") -> tuple[World,
     cost = _cost(config, own.chain, dataset)
     budget = parse_budget(config.memory.budget, cost.total_memory)
     with _about(f"memory.budget = {config.memory.budget}"):
-        modules = partition(cost, budget if find_method(config.method).cascade else cost.total_memory)
+        modules = partition(cost, budget if METHODS[config.method].cascade else cost.total_memory)
     family = {
         name: Architecture(chain, cost if chain is own.chain else _cost(config, chain, dataset))
         for name, chain in side.family.items()
@@ -132,15 +132,11 @@ class ClientSide(NamedTuple):
 
 
 def assemble_client(
-    config: Config,
-    dataset: Dataset,
-    features: FeatureCache,
-    layers: ClientStore | None = None,
-    model: nn.Module | Chain | None = None,
+    config: Config, dataset: Dataset, features: FeatureCache, layers: ClientStore | None = None, model: OwnModel = None
 ) -> ClientSide:
     """Build the clients' side of a run. Without `layers`, their own layers stay in memory."""
     with _about("method"):
-        method = find_method(config.method)
+        method = METHODS[config.method]
     population = _population(config, dataset, method.distills)
     chain, normalize, notes = _start(config, dataset, model)
     family, more = _family(config, dataset, chain, normalize) if method.distills else ({}, ())
@@ -164,17 +160,15 @@ def load_dataset(config: Config, given: Dataset | None = None) -> Dataset:
 
 
 def _population(config: Config, dataset: Dataset, distills: bool) -> Population:
-    fleet = config.fleet
     with _about("fleet.pool"):
-        pool = load_pool(fleet.pool)
+        pool = load_pool(config.fleet.pool)
     return Population(
         dataset,
         config.shards,
         pool,
         config.seed,
         config.population.clients,
-        availability=Availability(fleet.performance, fleet.performance_floor, fleet.memory_share),
-        exponent=fleet.exponent,
+        fleet=config.fleet,
         validation=config.data.validation,
         public=config.of(DistillationSettings).public_samples(len(dataset.test)) if distills else 0,
     )
@@ -188,7 +182,7 @@ class _Start(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-def _start(config: Config, dataset: Dataset, given: nn.Module | Chain | None) -> _Start:
+def _start(config: Config, dataset: Dataset, given: OwnModel) -> _Start:
     # Clients' parameters are loaded into the chain, so a model of the user's is copied: theirs stays as it is.
     normalize = Normalize(dataset.mean, dataset.std)
     if given is not None and config.model.weights:
@@ -203,7 +197,7 @@ def _start(config: Config, dataset: Dataset, given: nn.Module | Chain | None) ->
     if config.model.name == CUSTOM:
         raise ConfigError(_handed_over("model"))
     with _about("model.name"):
-        model = bare_model(config, dataset.shape, dataset.classes)
+        model = _build(config, config.model.name, dataset, "model")
     if not config.model.weights:
         return _Start(chain_of(model, normalize), normalize)
     with _about("model.weights"):
@@ -235,7 +229,7 @@ def _family(
     family, notes = {}, []
     for member in names[:-1]:
         with _about("distillation.family"):
-            model = _build(config, member, dataset.shape, dataset.classes)
+            model = _build(config, member, dataset, f"model {member}")
         # A member of another kind, such as a plain CNN beside VGGs, has nothing in common with the weights.
         if weights and isinstance(model, type(backbone.model)):
             with _about("model.weights"):
@@ -244,12 +238,12 @@ def _family(
     return {**family, BACKBONE: backbone}, tuple(notes)
 
 
-def _build(config: Config, name: str, shape: tuple[int, ...], classes: int) -> nn.Module:
-    """Return a member of the family, with those of the run's model options that it has too."""
+def _build(config: Config, name: str, dataset: Dataset, purpose: str) -> nn.Module:
+    """Return a model with the initial weights of the run's seed, and those of the run's options that it has."""
     known = models.MODELS[name].options if name in models.MODELS else ()
     options = {option: value for option, value in config.model.options.items() if option in known}
-    with global_rng(config.seed, f"model {name}"):
-        return models.build(name, shape, classes, **options)
+    with global_rng(config.seed, purpose):
+        return models.build(name, dataset.shape, dataset.classes, **options)
 
 
 def _handed_over(what: str) -> str:
@@ -257,12 +251,6 @@ def _handed_over(what: str) -> str:
         f'{what}.name = "{CUSTOM}" stands for what was handed over in Python: use fedprophet.train({what}=…), '
         f"or go on with fedprophet.resume(RUN, {what}=…)"
     )
-
-
-def bare_model(config: Config, shape: tuple[int, ...], classes: int) -> nn.Module:
-    """Return the configured architecture with the initial weights of the run's seed."""
-    with global_rng(config.seed, "model"):
-        return models.build(config.model.name, shape, classes, **config.model.options)
 
 
 @contextmanager

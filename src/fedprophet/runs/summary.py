@@ -1,6 +1,6 @@
 """Sums over the journal, and the closing summary of a run."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -21,7 +21,7 @@ def closing_summary(run: Run, engine: WatchedEngine, whole: Mapping[str, Tensor]
     attacks = ("clean", f"pgd{session.config.evaluate.steps}")
     records = Journal(run.files.journal).read()
     accuracies = cells(Evaluator(session, state, whole, engine).measure(attacks))
-    closing_account = engine.account()
+    moved, closing_account = moved_bytes(records), engine.account()
     return {
         "version": __version__,
         "method": session.config.method,
@@ -33,7 +33,8 @@ def closing_summary(run: Run, engine: WatchedEngine, whole: Mapping[str, Tensor]
         "memory": training_memory(records),
         "simulated": simulated_seconds(records),
         "engines": [span.to_json() for span in spans(Journal(run.files.timings).read())],
-        **_wire(records),
+        # The closing evaluation is left out: it moves the same for every method.
+        **({"wire": moved, "faults": fault_count(records)} if moved else {}),
         **({"closing": closing_account} if closing_account else {}),
         **session.method.results(state),
         **conditions(session),
@@ -54,15 +55,6 @@ def _module_rows(session: Session) -> list[dict[str, Any]]:
     ]
 
 
-def _wire(records: Sequence[Record]) -> dict[str, Any]:
-    """Return the bytes that the rounds moved and how many answers were lost, where an engine has counted.
-
-    The closing evaluation is left out: it moves the same for every method.
-    """
-    moved = wire_bytes(records)
-    return {} if moved is None else {"wire": moved, "faults": fault_count(records)}
-
-
 def simulated_seconds(records: Iterable[Record]) -> dict[str, float]:
     """Return the training time that the device pool would have taken: a round lasts as long as its slowest client."""
     slowest = [
@@ -75,22 +67,20 @@ def simulated_seconds(records: Iterable[Record]) -> dict[str, float]:
 
 
 def training_memory(records: Iterable[Record]) -> dict[str, int] | None:
-    """Return the bytes that clients' training takes in the cost model; None where the journal does not say.
+    """Return the bytes that clients' training takes in the cost model; None if the journal does not say.
 
     `least_bytes` is what a device needs to do the smallest task of every round: the largest, over the rounds, of each
     round's smallest task. `peak_bytes` is the largest task of all.
     """
-    rounds = [
-        [time.get("memory_bytes") for time in record["times"].values()] for record in records if record.get("times")
-    ]
-    known = [[size for size in sizes if size is not None] for sizes in rounds]
-    if not rounds or known != rounds:
+    rounds = [record["times"].values() for record in records if record.get("times")]
+    if not rounds or not all("memory_bytes" in time for times in rounds for time in times):
         return None
-    return {"least_bytes": max(map(min, known)), "peak_bytes": max(map(max, known))}
+    sizes = [[time["memory_bytes"] for time in times] for times in rounds]
+    return {"least_bytes": max(map(min, sizes)), "peak_bytes": max(map(max, sizes))}
 
 
-def wire_bytes(records: Iterable[Record]) -> dict[str, int] | None:
-    """Return the bytes that a run has moved, and those that jFAT would have; None where no engine counted them."""
+def moved_bytes(records: Iterable[Record]) -> dict[str, int] | None:
+    """Return the bytes that a run has moved, and those that jFAT would have; None if no engine counted them."""
     counted = [record["wire"] for record in records if "wire" in record]
     if not counted:
         return None

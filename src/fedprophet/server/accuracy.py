@@ -7,14 +7,14 @@ from typing import Literal
 
 from fedprophet.messages.answers import Evaluated
 from fedprophet.server.coordinator import Record
-from fedprophet.server.rejections import LARGEST_COUNT, reject, weight_fault
+from fedprophet.server.rejections import LARGEST_COUNT, sound_answers, weight_fault
 
 Z = 1.959963984540054
 """The normal quantile of a two-sided 95 % interval."""
 
 Interval = tuple[float, float]
 Inputs = Literal["clean", "adversarial"]
-"""The inputs that an accuracy is about."""
+"""The inputs that an accuracy is about: the name of a field of `Evaluated`."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,7 @@ class Estimate:
 
 def note_accuracy(answers: Sequence[Evaluated], asked: int, record: Record) -> Accuracy | None:
     """Return the personalised accuracy of a round and note it; None where missing answers leave no sample."""
-    faults = {answer.client: reason for answer in answers if (reason := evaluation_fault(answer)) is not None}
-    if faults:
-        reject(record, faults)
-    sound = [answer for answer in answers if answer.client not in faults]
+    sound = sound_answers(answers, evaluation_fault, record)
     accuracy = personalised(sound)
     if not accuracy.samples and len(sound) < asked:
         return None
@@ -53,9 +50,8 @@ def personalised(updates: Sequence[Evaluated]) -> Accuracy:
 
     A client without held-out samples has no accuracy and does not count. With one update this is its plain accuracy.
     """
-    counted = _counted(updates)
-    samples = sum(u.samples for u in counted)
-    return Accuracy(_weighted(counted, "clean"), _weighted(counted, "adversarial"), samples)
+    clean, adversarial = personalised_estimate(updates, "clean"), personalised_estimate(updates, "adversarial")
+    return Accuracy(clean.accuracy, adversarial.accuracy, clean.samples)
 
 
 def personalised_estimate(updates: Sequence[Evaluated], inputs: Inputs) -> Estimate:
@@ -68,22 +64,23 @@ def personalised_estimate(updates: Sequence[Evaluated], inputs: Inputs) -> Estim
     p̃_k is the centre of Wilson's interval: with x_k / n_k itself a client that got all or nothing right would claim to
     have no variance, however few samples it has. The clients asked are taken as given, not as a sample of all clients.
     """
-    counted = _counted(updates)
-    samples = sum(u.samples for u in counted)
-    if not counted:
+    counted = [u for u in updates if evaluation_fault(u) is None and u.samples > 0]
+    total = sum(u.weight for u in counted)
+    if not total:
         return Estimate(0.0, 0, (0.0, 1.0))
-    total, variance = sum(u.weight for u in counted), 0.0
+    value, variance = 0.0, 0.0
     for update in counted:
-        right, n = _right(update, inputs), update.samples
+        right, n = getattr(update, inputs), update.samples
         centre = (right + Z**2 / 2) / (n + Z**2)
+        value += update.weight * right / n
         variance += (update.weight / total) ** 2 * centre * (1 - centre) / n
-    value, reach = _weighted(counted, inputs), Z * math.sqrt(variance)
-    return Estimate(value, samples, (max(0.0, value - reach), min(1.0, value + reach)))
+    value, reach = value / total, Z * math.sqrt(variance)
+    return Estimate(value, sum(u.samples for u in counted), (max(0.0, value - reach), min(1.0, value + reach)))
 
 
 def pooled_estimate(updates: Sequence[Evaluated], inputs: Inputs) -> Estimate:
     """Return the plain accuracy on one kind of inputs over all samples, with Wilson's interval."""
-    right, samples = sum(_right(u, inputs) for u in updates), sum(u.samples for u in updates)
+    right, samples = sum(getattr(u, inputs) for u in updates), sum(u.samples for u in updates)
     return Estimate(right / samples if samples else 0.0, samples, wilson(right, samples))
 
 
@@ -112,19 +109,3 @@ def evaluation_fault(update: Evaluated) -> str | None:
         if not 0 <= right <= samples:
             return f"its evaluation has {right} of {samples} samples right ({name})"
     return None
-
-
-def _right(update: Evaluated, inputs: Inputs) -> int:
-    return update.clean if inputs == "clean" else update.adversarial
-
-
-def _counted(updates: Sequence[Evaluated]) -> list[Evaluated]:
-    counted = [u for u in updates if evaluation_fault(u) is None and u.samples > 0]
-    return counted if sum(update.weight for update in counted) > 0 else []
-
-
-def _weighted(counted: Sequence[Evaluated], inputs: Inputs) -> float:
-    if not counted:
-        return 0.0
-    shares = (u.weight * _right(u, inputs) / u.samples for u in counted)
-    return sum(shares) / sum(u.weight for u in counted)

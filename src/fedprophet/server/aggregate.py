@@ -19,6 +19,8 @@ from fedprophet.server.rules.registry import Join, Parameters
 
 ExpectedLayers = Callable[[Train], Parameters]
 """Returns the client's own layers that must come with a task's update: tensors of the expected shapes and types."""
+Usable = Sequence[tuple[Train, Trained]]
+"""The tasks of a round whose updates can be used, and these updates, in client order."""
 
 
 @dataclass(frozen=True)
@@ -42,19 +44,23 @@ class Aggregator:
     ) -> Parameters | None:
         """Return the parameters after a round; None where too few updates can be used."""
         usable = self.usable(tasks, updates, record)
-        return self.join(current, [(update.weight, update.parameters) for update in usable]) if usable else None
+        return self.join_updates(current, usable) if usable else None
+
+    def join_updates(self, current: Parameters, usable: Usable) -> Parameters:
+        """Return the parameters after updates that can be used."""
+        return self.join(current, [(update.weight, update.parameters) for _, update in usable])
 
     def usable(
         self,
         tasks: Sequence[Train],
         updates: Sequence[Trained],
         record: Record,
-        expected: ExpectedLayers | None = None,
-    ) -> list[Trained]:
+        expected: ExpectedLayers = lambda task: {},
+    ) -> Usable:
         """Return the updates that can be joined, none where they are too few; note the others and the mean loss."""
         usable, rejected = split_usable(tasks, updates, expected)
         reject(record, rejected)
-        record["loss"] = weighted_mean([(update.weight, update.loss) for update in usable]) if usable else None
+        record["loss"] = weighted_mean([(update.weight, update.loss) for _, update in usable]) if usable else None
         if len(usable) >= self.minimum:
             return usable
         if self.minimum > 1:
@@ -63,19 +69,20 @@ class Aggregator:
 
 
 def split_usable(
-    tasks: Iterable[Train], updates: Iterable[Trained], expected: ExpectedLayers | None = None
-) -> tuple[list[Trained], dict[int, str]]:
+    tasks: Iterable[Train], updates: Iterable[Trained], expected: ExpectedLayers = lambda task: {}
+) -> tuple[Usable, dict[int, str]]:
     """Split updates into those that can be joined, in client order, and the reasons against the others, by client."""
     asked = {task.client: task for task in tasks}
-    usable: list[Trained] = []
+    usable: list[tuple[Train, Trained]] = []
     rejected: dict[int, str] = {}
     for update in sorted(updates, key=lambda update: update.client):
         task = asked.get(update.client)
-        reason = "it was not asked" if task is None else update_fault(task, update, expected(task) if expected else {})
-        if reason is None:
-            usable.append(update)
-        else:
+        if task is None:
+            rejected[update.client] = "it was not asked"
+        elif reason := update_fault(task, update, expected(task)):
             rejected[update.client] = reason
+        else:
+            usable.append((task, update))
     return usable, rejected
 
 

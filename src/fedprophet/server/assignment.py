@@ -2,9 +2,21 @@
 
 from collections.abc import Mapping, Sequence
 
+from pydantic import Field
+
 from fedprophet.cascade.cost import ChainCost
 from fedprophet.cascade.partition import Module
 from fedprophet.messages.values import Resources
+from fedprophet.settings.section import Section, section
+
+
+@section("assignment")
+class AssignmentSettings(Section):
+    """Differentiated Module Assignment (Eq. 14 and 15)."""
+
+    enabled: bool = Field(
+        default=True, description="Give clients with memory left later modules too; false: module m alone."
+    )
 
 
 def last_module(cost: ChainCost, modules: Sequence[Module], stage: int, resources: Resources, slowest: float) -> int:

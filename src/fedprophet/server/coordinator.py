@@ -14,13 +14,13 @@ Conversation = Generator[Sequence[Task], Sequence[Answer], T]
 
 
 def ask(tasks: Sequence[Task], kind: type[A]) -> Conversation[list[A]]:
-    """Ask for the tasks and return their answers, which are all of one kind. Who did not answer is left out."""
+    """Ask for the tasks and return their answers, all of one kind; clients that did not answer are left out."""
     answers = yield tasks
     return [answer for answer in answers if isinstance(answer, kind)]
 
 
 class Engine(Protocol):
-    """Carries tasks to clients and brings their answers back, in any order. Who does not answer is left out."""
+    """Carries tasks to clients and brings their answers back, in any order. Clients that do not answer are left out."""
 
     def map(self, tasks: Iterable[Task]) -> Iterator[Answer]: ...
 

@@ -1,19 +1,36 @@
 """Adaptive Perturbation Adjustment (Section 6.2): how strongly a module's input features are attacked."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic import Field
+
+from fedprophet.settings.describe import misfit
+from fedprophet.settings.section import Section, section
+from fedprophet.settings.toml import shown
 
 
-@dataclass(frozen=True)
-class AdjustmentRule:
-    """Eq. 12's constants. The paper's text adjusts every round on the last evaluation, with no lower limit."""
+@section("perturbation")
+class PerturbationSettings(Section):
+    """Adaptive Perturbation Adjustment (Eq. 11 and 12)."""
 
-    enabled: bool = True
-    change: float = 0.1
-    threshold: float = 0.05
-    every: int = 1
-    window: int = 1
-    floor: float = 0.0
+    enabled: bool = Field(default=True, description="Adjust alpha; false keeps it at its start.")
+    start: float = Field(default=0.3, ge=0, description="alpha at the start of every stage.")
+    change: float = Field(default=0.1, ge=0, description="How much alpha changes at a time (Delta alpha).")
+    threshold: float = Field(
+        default=0.05, ge=0, lt=1, description="Relative change of the accuracy ratio that counts (gamma)."
+    )
+    every: int = Field(default=1, ge=1, description="Rounds from one adjustment to the next (50 in the paper's runs).")
+    window: int = Field(
+        default=1, ge=1, description="Evaluations that the ratio is averaged over (5 in the paper's runs)."
+    )
+    floor: float = Field(default=0.0, ge=0, description="Lowest alpha (the start value in the paper's runs).")
+
+    def conflicts(self, config: Any) -> Iterator[str]:
+        if self.floor > self.start:
+            yield misfit("perturbation.floor", self.floor, f"at most perturbation.start = {shown(self.start)}")
 
 
 def accuracy_ratio(clean: float, adversarial: float) -> float:
@@ -40,16 +57,18 @@ class Perturbation:
         """ε_{m−1} = α_{m−1} · E[max ‖Δz_{m−1}‖] (Eq. 11)."""
         return self.alpha * self.magnitude
 
-    def observe(self, clean: float, adversarial: float, rule: AdjustmentRule) -> "Perturbation":
-        """Take in one evaluation, and adjust α when one is due (Eq. 12)."""
-        ratios = (*self.ratios, accuracy_ratio(clean, adversarial))[-rule.window :]
+    def observe(
+        self, clean: float, adversarial: float, settings: PerturbationSettings, evaluated_every: int = 1
+    ) -> "Perturbation":
+        """Take in an evaluation, one in `evaluated_every` rounds, and adjust α when that is due (Eq. 12)."""
+        ratios = (*self.ratios, accuracy_ratio(clean, adversarial))[-settings.window :]
         seen = replace(self, ratios=ratios, observed=self.observed + 1)
-        if not rule.enabled or seen.observed % rule.every:
+        if not settings.enabled or seen.observed % math.ceil(settings.every / evaluated_every):
             return seen
         ratio = sum(ratios) / len(ratios)
         alpha = self.alpha
-        if ratio > (1 + rule.threshold) * self.reference:
-            alpha += rule.change
-        elif ratio < (1 - rule.threshold) * self.reference:
-            alpha -= rule.change
-        return replace(seen, alpha=max(alpha, rule.floor))
+        if ratio > (1 + settings.threshold) * self.reference:
+            alpha += settings.change
+        elif ratio < (1 - settings.threshold) * self.reference:
+            alpha -= settings.change
+        return replace(seen, alpha=max(alpha, settings.floor))

@@ -1,12 +1,15 @@
 """Why a client's answer cannot be used, in words that fit a journal whatever the client has sent."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
+from fedprophet.messages.answers import Answer
 from fedprophet.server.coordinator import Record
 
 LARGEST_COUNT = 2.0**53
 """Up to here a float holds every whole number. No client has more samples, and sums over clients stay finite."""
 LONGEST_REASON, LONGEST_NAME, NAMES_SHOWN = 500, 60, 5
+A = TypeVar("A", bound=Answer)
 
 
 def reject(record: Record, reasons: Mapping[int, str]) -> None:
@@ -14,6 +17,14 @@ def reject(record: Record, reasons: Mapping[int, str]) -> None:
     earlier = record.get("dropped", {})
     new = {str(client): plain_reason(reason) for client, reason in reasons.items() if str(client) not in earlier}
     record["dropped"] = {**earlier, **new}
+
+
+def sound_answers(answers: Sequence[A], fault: Callable[[A], str | None], record: Record) -> list[A]:
+    """Return the answers that `fault` has nothing against, and note what it has against the others."""
+    faults = {answer.client: reason for answer in answers if (reason := fault(answer)) is not None}
+    if faults:
+        reject(record, faults)
+    return [answer for answer in answers if answer.client not in faults]
 
 
 def weight_fault(weight: float) -> str | None:

@@ -6,19 +6,19 @@ from collections.abc import Sequence
 from fedprophet.messages.answers import Reported
 from fedprophet.messages.values import Resources
 from fedprophet.server.coordinator import Record
-from fedprophet.server.rejections import LARGEST_COUNT, reject
+from fedprophet.server.rejections import LARGEST_COUNT, sound_answers
 
 
 def available_resources(reports: Sequence[Reported], record: Record) -> dict[int, Resources]:
     """Return what each client that reported has available, and note the clients whose numbers are impossible."""
-    found = {report.client: report.resources for report in reports if report.resources is not None}
-    wrong = {client: f"it reported {resources}" for client, resources in found.items() if not _plausible(resources)}
-    if wrong:
-        reject(record, wrong)
-    return {client: resources for client, resources in found.items() if client not in wrong}
+    sound = sound_answers(reports, _fault, record)
+    return {report.client: report.resources for report in sound if report.resources is not None}
 
 
-def _plausible(resources: Resources) -> bool:
+def _fault(report: Reported) -> str | None:
+    found = report.resources
+    if found is None:
+        return None
     # A device that does less than one operation a second would take a time that no float holds.
-    rates = (resources.performance, resources.bandwidth)
-    return 0 <= resources.memory <= LARGEST_COUNT and all(1 <= rate < math.inf for rate in rates)
+    possible = all(1 <= rate < math.inf for rate in (found.performance, found.bandwidth))
+    return None if possible and 0 <= found.memory <= LARGEST_COUNT else f"it reported {found}"

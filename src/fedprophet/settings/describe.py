@@ -3,9 +3,10 @@
 A model holds keys and, one level down, sections. Every text comes from a key's type, limits and description.
 """
 
-import re
 import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import reduce
+from operator import getitem
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -13,12 +14,11 @@ import tomlkit
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from fedprophet.errors import unknown
+from fedprophet.errors import did_you_mean, nearest
 from fedprophet.settings.toml import shown, toml_item
 from fedprophet.settings.values import Allowed, OneOf
 
 Model = type[BaseModel]
-Fields = Mapping[str, FieldInfo]
 
 _KINDS: Mapping[object, tuple[str, str]] = {
     bool: ("true/false", "true or false"),
@@ -26,7 +26,6 @@ _KINDS: Mapping[object, tuple[str, str]] = {
     float: ("number", "a number"),
     str: ("text", "a text in quotes"),
 }
-_HINT = re.compile(r"\.( Did you mean '[^']*'\?)? Known:")
 _BOUNDS = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
@@ -36,7 +35,7 @@ def section_of(field: FieldInfo) -> Model | None:
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
-def tables(model: Model) -> Iterator[tuple[str, Model, Fields]]:
+def tables(model: Model) -> Iterator[tuple[str, Model, Mapping[str, FieldInfo]]]:
     """Yield the top level ("") and every section: its name, model and plain keys."""
     fields = model.model_fields
     yield "", model, {name: field for name, field in fields.items() if section_of(field) is None}
@@ -103,20 +102,15 @@ def explain(
         if field is None:
             lines[key] = _unknown_key(model, key, origin)
         else:
-            given = _given(data, key)
-            lines[key] = misfit(key, given, _allowed(field), origin) + _nearest(given, field)
+            # As it was written: pydantic reports what a conversion made of it.
+            given: Any = reduce(getitem, key.split("."), data)
+            hint = did_you_mean(nearest(given, choices(field)) if isinstance(given, str) else [])
+            lines[key] = misfit(key, given, _allowed(field), origin) + (f".{hint}" if hint else "")
     return list(lines.values())
 
 
-def _given(data: Any, key: str) -> Any:
-    """Return a key's value as it was written: pydantic reports what a conversion made of it."""
-    for part in key.split("."):
-        data = data[part]
-    return data
-
-
 def _locate(model: Model, loc: tuple[int | str, ...]) -> tuple[str, FieldInfo | None]:
-    """Return the dotted key that an error is about, and its field; None where there is no such key."""
+    """Return the dotted key that an error is about, and its field; None if there is no such key."""
     names: list[str] = []
     field: FieldInfo | None = None
     table: Model | None = model
@@ -136,21 +130,11 @@ def _unknown_key(model: Model, key: str, origin: str) -> str:
     """
     section, _, name = key.rpartition(".")
     names = list(next(table for where, table, _ in tables(model) if where == section).model_fields)
-    text = unknown("key", name, names).replace(repr(name), repr(key) + origin, 1)
     initials = [other for other in names if "".join(word[0] for word in other.split("_")) == name]
     elsewhere = [f"{where}.{name}".strip(".") for where, _, fields in tables(model) if name in fields]
-    near = [] if "Did you mean" in text else [*initials, *elsewhere]
-    for guess in (near if section else elsewhere or near)[:1]:
-        text = _HINT.sub(f". Did you mean {guess!r}? Known:", text, count=1)
-    return text
-
-
-def _nearest(given: object, field: FieldInfo) -> str:
-    known = choices(field)
-    if not known or not isinstance(given, str):
-        return ""
-    _, hint, rest = unknown("value", given, known).partition(" Did you mean ")
-    return f".{hint}{rest.partition(' Known:')[0]}" if hint else ""
+    near = [*nearest(name, names), *initials]
+    guesses = [*near, *elsewhere] if section else [*elsewhere, *near]
+    return f"unknown key {key!r}{origin}.{did_you_mean(guesses)} Known: {', '.join(sorted(names))}"
 
 
 # Pages ---------------------------------------------------------------------------------------------------------------
@@ -183,10 +167,7 @@ def _comment(field: FieldInfo) -> Iterator[str]:
 
 
 def as_markdown(model: Model) -> str:
-    """Return a table for each section: every key with its type, default, allowed values and meaning.
-
-    Below it, the names of each registry with their lines of help.
-    """
+    """Return a table of the keys of each section and, below it, the names of each registry with their help."""
     blocks = []
     for name, table, fields in tables(model):
         keys = {f"{name}.{key}".strip("."): field for key, field in fields.items()}

@@ -5,7 +5,6 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, GetCoreSchemaHandler
@@ -13,12 +12,11 @@ from pydantic_core import CoreSchema, core_schema
 
 from fedprophet.errors import ConfigError
 from fedprophet.settings.toml import toml_item
-from fedprophet.sizes import parse_budget, parse_size
+from fedprophet.sizes import parse_budget, parse_share, parse_size
 
 CUSTOM = "custom"
 """The name of a model or dataset that was passed in from Python."""
 _RATIO = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*/\s*([0-9]+(?:\.[0-9]+)?)\s*")
-_SHARE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
 
 
 @dataclass(frozen=True)
@@ -49,13 +47,8 @@ class OneOf:
 
 def share_of(value: int | str, whole: int) -> int:
     """Return a number as it is, and a share such as "20%" as its part of the whole, rounded down."""
-    share = _share(value)
+    share = parse_share(value)
     return int(value) if share is None else math.floor(share * whole)
-
-
-def _share(value: int | str) -> Fraction | None:
-    match = _SHARE.fullmatch(value) if isinstance(value, str) else None
-    return Fraction(match[1]) / 100 if match else None
 
 
 def _ratio(value: object) -> object:
@@ -64,18 +57,17 @@ def _ratio(value: object) -> object:
     return float(match[1]) / float(match[2]) if match and float(match[2]) > 0 else value
 
 
-def _check_rounds(value: int | str) -> int | str:
-    share = _share(value)
-    if not (share < 1 if share is not None else isinstance(value, int) and value >= 0):
-        raise ValueError("not a number of rounds")
-    return value
+def _number_or_share(least: int) -> AfterValidator:
+    """Return a check of a whole number from `least` on, or a share below 100 %; "0%" counts as 0."""
 
+    def check(value: int | str) -> int | str:
+        share = parse_share(value)
+        fits = isinstance(value, int) and value >= least if share is None else share < 1 and (share or not least)
+        if not fits:
+            raise ValueError("neither a number nor a share")
+        return value
 
-def _check_samples(value: int | str) -> int | str:
-    share = _share(value)
-    if not (0 < share < 1 if share is not None else isinstance(value, int) and value >= 1):
-        raise ValueError("not a number of samples")
-    return value
+    return AfterValidator(check)
 
 
 def _parsed_by(parse: Callable[[int | str], int]) -> AfterValidator:
@@ -104,12 +96,12 @@ def _check_options(table: dict[str, Any]) -> dict[str, Any]:
 Ratio = Annotated[float, BeforeValidator(_ratio)]
 Rounds = Annotated[
     int | str,
-    AfterValidator(_check_rounds),
+    _number_or_share(least=0),
     Allowed("integer or text", 'a whole number of at least 0, or a share of `rounds` below 100 %, such as "20%"'),
 ]
 Samples = Annotated[
     int | str,
-    AfterValidator(_check_samples),
+    _number_or_share(least=1),
     Allowed("integer or text", 'a whole number of at least 1, or a share above 0 and below 100 %, such as "50%"'),
 ]
 Budget = Annotated[

@@ -1,4 +1,4 @@
-"""A cache of bounded size: what was not used for longest leaves first."""
+"""A cache of bounded size: the least recently used values leave first."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
@@ -12,7 +12,7 @@ class BoundedCache(Generic[K, V]):
     """Values by key, whose sizes add up to at most `limit`.
 
     Without `size_of` each value counts as one. `leaving` is called with what has to leave, while it is still there: if
-    it raises, the value stays. The `least` newest values stay however large they are.
+    it raises, the value stays. The newest `least` values stay, however large they are.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class BoundedCache(Generic[K, V]):
         self.size = 0
 
     def get(self, key: K) -> V | None:
-        """Return a value, which counts as used now; None where there is none."""
+        """Return a value, which counts as used now; None if there is none."""
         if key not in self._values:
             return None
         self._values.move_to_end(key)
@@ -46,13 +46,13 @@ class BoundedCache(Generic[K, V]):
         return value
 
     def pop(self, key: K) -> V | None:
-        """Remove a value without a call of `leaving`, and return it."""
+        """Remove a value without calling `leaving`, and return it."""
         value, size = self._values.pop(key, (None, 0))
         self.size -= size
         return value
 
     def clear(self) -> None:
-        """Remove everything without a call of `leaving`."""
+        """Remove everything without calling `leaving`."""
         self._values.clear()
         self.size = 0
 
@@ -63,5 +63,5 @@ class BoundedCache(Generic[K, V]):
         return len(self._values)
 
     def items(self) -> Iterator[tuple[K, V]]:
-        """Yield keys and values, the ones not used for longest first."""
+        """Yield keys and values, the least recently used first."""
         return ((key, value) for key, (value, _) in self._values.items())

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import load, save
 from torch import Tensor
@@ -22,6 +23,11 @@ TRY_AGAIN = "Make room there or correct its permissions, then try again"
 def write_atomic(path: Path, data: bytes, advice: str = TRY_AGAIN) -> None:
     """Write a file through a temporary one beside it: a reader finds the old content or the new, never a part."""
     write_atomic_all([(path, data)], advice)
+
+
+def write_json(path: Path, table: Mapping[str, Any], advice: str = TRY_AGAIN) -> None:
+    """Write a table as indented JSON, like `write_atomic`."""
+    write_atomic(path, (json.dumps(table, indent=2) + "\n").encode(), advice)
 
 
 def write_atomic_all(contents: Iterable[tuple[Path, bytes]], advice: str = TRY_AGAIN) -> None:
@@ -58,6 +64,23 @@ def write_synced(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def append_synced(path: Path, data: bytes) -> None:
+    """Add to a file, or start it, and wait until it is on the disk; if that fails, remove the part that was written."""
+    new = not path.exists()
+    make_folder(path.parent)
+    with path.open("ab", buffering=0) as file:
+        before = file.tell()
+        try:
+            while data:
+                data = data[os.write(file.fileno(), data) :]
+            os.fsync(file.fileno())
+        except OSError:
+            os.ftruncate(file.fileno(), before)
+            raise
+    if new:
+        sync_folder(path.parent)
+
+
 def sync_folder(folder: Path) -> None:
     """Wait until a folder's entries are on the disk: only then does a new or renamed file survive a power cut."""
     number = os.open(folder, os.O_RDONLY)
@@ -91,7 +114,7 @@ def tensors_to_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] 
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors as safetensors takes them: contiguous, and copied where two share memory."""
+    """Return the tensors as safetensors takes them: contiguous, and copied if two share memory."""
     seen: set[int] = set()
     found: dict[str, Tensor] = {}
     for name, value in tensors.items():
@@ -120,7 +143,7 @@ def is_deployed(run: Path) -> bool:
 
 
 def how_to_resume(run: Path) -> str:
-    """Return the command that goes on with a run, quoted for a shell."""
+    """Return the command that resumes a run, quoted for a shell."""
     whole = run.absolute()
     pilot = whole.parent.parent
     try:

@@ -14,8 +14,8 @@ LOCK = ".lock"
 def folder_lock(folder: Path, on_wait: Callable[[], object] = lambda: None) -> Iterator[None]:
     """Hold a folder's lock; the operating system releases it when the process ends, however it ends.
 
-    Where another process holds it, `on_wait` is called before waiting; to refuse instead of waiting, it raises. On a
-    file system without locks the block runs all the same.
+    If another process holds it, `on_wait` is called before waiting; to refuse instead of waiting, it raises. On a
+    file system without locks the block runs without one.
     """
     lock = FileLock(folder / LOCK, fallback_to_soft=False)
     try:

@@ -5,9 +5,9 @@ that is NaN was not sent: a sub-network leaves such holes for the channels that 
 float64, in the order given, so that the result depends on nothing but its inputs.
 """
 
-from fedprophet.server.rules.registry import RULES, find_rule
+from fedprophet.server.rules.registry import RULES
 from fedprophet.settings.registry import import_modules
 
 import_modules(__name__, __path__)
 
-__all__ = ["RULES", "find_rule"]
+__all__ = ["RULES"]

@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from fedprophet.errors import ConfigError, unknown
 from fedprophet.settings.section import Section
 
 Parameters = Mapping[str, Tensor]
@@ -44,10 +43,3 @@ def rule(name: str, help: str, *, averaged: str, settings: type[Section] | None 
         return function
 
     return register
-
-
-def find_rule(name: str) -> RuleEntry:
-    """Return the rule of that name."""
-    if name not in RULES:
-        raise ConfigError(unknown("rule", name, RULES))
-    return RULES[name]

@@ -4,12 +4,9 @@ Floating-point sums differ between numbers of threads, so the number belongs to 
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
-
-from fedprophet.config.config import Config
-from fedprophet.engines.registry import ENGINES, chosen_engine, cores
 
 
 def set_threads(count: int) -> None:
@@ -48,14 +45,3 @@ class OneThread:
 
 
 ONE_THREAD = OneThread()
-
-
-def threads_of(config: Config) -> AbstractContextManager[None]:
-    """Give torch the threads that a configuration asks for.
-
-    Engines that run clients side by side use one thread for each client and for the server, only in a `with` block.
-    """
-    if ENGINES[chosen_engine(config)].single_threaded:
-        return ONE_THREAD
-    set_threads(cores(config))
-    return nullcontext()

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from fedprophet.config.load import parse_config
-from fedprophet.engines.threads import ONE_THREAD, OneThread, threads_of, torch_threads
+from fedprophet.threads import OneThread, torch_threads
 
 
 @pytest.fixture(autouse=True)
@@ -28,11 +27,3 @@ def test_one_thread_ends_with_its_last_holder():
             assert torch.get_num_threads() == 1
         assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == 3
-
-
-def test_a_configuration_decides():
-    assert threads_of(parse_config({"engine": "workers", "threads": 2})) is ONE_THREAD
-    assert torch.get_num_threads() == 3
-    with threads_of(parse_config({"engine": "plain", "threads": 2})):
-        assert torch.get_num_threads() == 2
-    assert torch.get_num_threads() == 2
