@@ -116,12 +116,14 @@ def test_resume_wants_the_same_data_and_start_again(net, data, trained, tmp_path
     with pytest.raises(ConfigError, match=r'data\.name = "custom".*fedprophet\.resume\(RUN, data=…\)'):
         fedprophet.resume(tmp_path / "run", model=net)
     other = fedprophet.from_datasets(Pairs(60, 3), Pairs(20, 2))
-    with pytest.raises(CheckpointError, match="was started with another dataset: hand over the same"):
+    with pytest.raises(CheckpointError, match="was started with a different dataset: pass the same one, or"):
         fedprophet.resume(tmp_path / "run", model=net, data=other)
     another = Net()
     another.one[1].running_mean.fill_(0.5)
-    with pytest.raises(CheckpointError, match="was started with another model"):
+    with pytest.raises(CheckpointError, match="was started with a different model: pass the same one, or"):
         fedprophet.resume(tmp_path / "run", model=another, data=data)
+    with pytest.raises(CheckpointError, match="a different dataset and a different model: pass the same ones, or"):
+        fedprophet.resume(tmp_path / "run", model=another, data=other)
     fedprophet.resume(tmp_path / "run", model=net, data=data)
     for file in ("journal.jsonl", "model.safetensors", "results.json"):
         assert (tmp_path / "run" / file).read_bytes() == (trained.path / file).read_bytes()

@@ -45,6 +45,7 @@ def _images(count: int, seed: int) -> torch.Tensor:
     return torch.rand(count, 1, 8, 8, generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.slow
 def test_with_ten_classes_it_is_the_librarys_standard_version_bit_for_bit(caplog):
     """Which samples stand, and how many each component broke, as the library's own run logs it."""
     from pyautoattack import AutoAttack

@@ -96,6 +96,7 @@ def test_a_phase_within_another_counts_for_itself_alone(monkeypatch):
     assert phases.seconds == {"outer": 7, "inner": 4}
 
 
+@pytest.mark.slow
 def test_rows_of_every_population_and_cohort(settings):
     said = []
     rows = measure_growth(settings, said.append)

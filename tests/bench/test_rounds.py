@@ -120,6 +120,7 @@ def test_a_stage_begins_behind_fixed_modules(session, stage):
     assert all(task.last == modules[stage].last for task in tasks_of(session, "evaluate", stage))
 
 
+@pytest.mark.slow
 def test_both_sides_play_the_same_rounds(settings, dataset):
     settings = replace(settings, engines=("plain", "plain"), overrides=(*settings.overrides, "evaluate.clients=2"))
     first, second = measure(settings, [Case("fedprophet", 1)], dataset, ignore)
@@ -139,6 +140,7 @@ def test_no_further_round_begins_after_the_limit(settings, dataset):
     assert found.failure is None
 
 
+@pytest.mark.slow
 def test_running_out_of_memory_is_noted_and_the_rest_goes_on(settings, dataset, monkeypatch):
     real = rounds.Stopwatch.map
 

@@ -77,6 +77,7 @@ def test_in_a_terminal_its_tables_fit_eighty_columns(cli, quick, tiny_flags, sho
     assert "Projection of a whole run" in said.out
 
 
+@pytest.mark.slow
 def test_growth(cli, tiny_flags, tmp_path):
     flags = ["--preset", "digits", *tiny_flags(), "--growth", "--sizes", "20", "--repeat", 1]
     found = cli("bench", *flags, "--json", "--out", ".").json

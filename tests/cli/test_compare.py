@@ -85,6 +85,7 @@ def test_out_writes_the_bytes_of_each_round_where_a_run_has_them(cli, pair, writ
     assert "note: out/wire.csv is from an earlier comparison\n" in again.err
 
 
+@pytest.mark.slow
 def test_out_writes_the_page_the_sheet_and_the_picture(cli, pair, tmp_path):
     piped = cli("compare", *pair).out
     said = cli("compare", *pair, "--out", "a/b")

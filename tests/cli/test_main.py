@@ -14,13 +14,17 @@ from fedprophet.errors import ConfigError
 from fedprophet.models import MODELS
 from fedprophet.runs.run import RunStoppedError
 from fedprophet.runs.session import assemble
+from fedprophet.server.rules import RULES
 
 
 def test_version(cli):
     assert cli("--version").out == f"fedprophet {__version__}\n"
 
 
-@pytest.mark.parametrize(("command", "table"), [("methods", methods()), ("models", MODELS), ("datasets", DATASETS)])
+@pytest.mark.parametrize(
+    ("command", "table"),
+    [("methods", methods()), ("models", MODELS), ("datasets", sorted(DATASETS)), ("rules", sorted(RULES))],
+)
 def test_listings(cli, command, table):
     said = cli(command)
     assert said.code == 0
@@ -28,6 +32,10 @@ def test_listings(cli, command, table):
     assert list(known) == list(table)
     # One line each, where no terminal has an edge to wrap at.
     assert [line.split(maxsplit=1) for line in said.out.splitlines()] == [[name, text] for name, text in known.items()]
+
+
+def test_help_says_what_the_rules_are_for(cli):
+    assert "List the rules of aggregation. Example: fedprophet rules" in cli("rules", "--help").out
 
 
 def test_without_arguments_it_says_how_to_start(cli):

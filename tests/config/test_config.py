@@ -76,6 +76,21 @@ def test_a_configuration_can_be_copied_and_sent() -> None:
     assert config.of(PerturbationSettings).start == 0.7
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        Config.model_validate({}),
+        Config.model_validate({"flower": {"deadline": 30.0}}),
+        Config.model_validate_json(Config(seed=3).model_dump_json()),
+    ],
+)
+def test_pydantics_own_readers_know_the_registered_tables(config: Config) -> None:
+    assert config.of(PerturbationSettings) == PerturbationSettings()
+    assert config == parse_config(config.model_dump())
+    assert Config.model_validate_json(config.model_dump_json()) == config
+    assert Config.model_validate(config) is config
+
+
 # Registered tables ---------------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ import pytest
 
 from fedprophet.config import renamed
 from fedprophet.config.compare import completed, differences
+from fedprophet.config.config import Config
 from fedprophet.config.load import load_config, parse_config
-from fedprophet.config.renamed import RENAMED
+from fedprophet.config.renamed import RENAMED, with_new_names
 from fedprophet.errors import ConfigError
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 OLD = """\
 [data]
 name = "folder"
@@ -88,6 +91,41 @@ def test_the_stored_configuration_of_an_old_run() -> None:
     assert differences(config, completed(stored)) == []
     stored["flower"]["minimum"] = 4
     assert differences(config, completed(stored)) == ["aggregate.minimum: here 2, there 4"]
+
+
+def test_the_old_defaults_are_read_silently(notes: pytest.LogCaptureFixture) -> None:
+    old = {
+        "flower": {"minimum": 1},
+        "aggregate": {"clip": 0.0, "trim": 0.2},
+        "data": {"size": 0, "test_per_class": 0, "cache": ""},
+    }
+    assert parse_config(old) == Config()
+    assert notes.messages == []
+    parse_config(old | {"aggregate": {"clip": 0.0, "trim": 0.3}})
+    assert [text.partition(" ")[0] for text in notes.messages] == ["aggregate.trim"]
+
+
+def test_an_old_default_replaces_another_value() -> None:
+    """It is silent, but counts: a method's table may go back to it."""
+    tables = {"aggregate": {"minimum": 2}, "methods": {"fedprophet": {"flower": {"minimum": 1}}}}
+    assert parse_config(tables).aggregate.minimum == 1
+
+
+def test_a_configuration_made_in_code(notes: pytest.LogCaptureFixture) -> None:
+    old: dict[str, Any] = {"flower": {"minimum": 2}, "data": {"size": 32, "name": "folder"}}
+    new = {"aggregate": {"minimum": 2}, "data": {"options": {"size": 32}, "name": "folder"}}
+    assert Config(**old) == Config.model_validate(old) == Config.model_validate_json(json.dumps(old))
+    assert Config(**old) == parse_config(new)
+    assert [text.partition(" ")[0] for text in notes.messages] == ["flower.minimum", "data.size"]
+    with pytest.raises(ConfigError, match=r"^data\.size is now called data\.options\.size, and both are set"):
+        Config.model_validate({"data": {"size": 32, "options": {"size": 8}}})
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("**/config.toml")), ids=lambda path: path.parent.name)
+def test_recorded_results_have_the_new_names(path: Path) -> None:
+    stored = tomllib.loads(path.read_text("utf-8"))
+    assert with_new_names(stored) == stored
+    load_config(path)
 
 
 def test_both_names_at_once() -> None:

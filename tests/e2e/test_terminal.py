@@ -92,7 +92,7 @@ def test_without_a_terminal_there_is_a_line_for_each_round(launch, tiny_flags):
         rounds[0],
     )
     assert all(re.search(r"  \(\d+\.\d+ s, at most about \d+:\d\d left\)$", line) for line in rounds[1:])
-    assert re.search(r"^Engine: \w+(, \w+)?\.$", command.stdout, re.MULTILINE)
+    assert re.search(r"^- Engine: \w+(, \w+)?\.$", command.stdout, re.MULTILINE)
     assert re.search(r"  eps 0\.\d+  alpha 0\.30  ", rounds[4])
     assert "module 1 fixed at its best round" in command.stdout
 

@@ -10,8 +10,10 @@ from torch import nn
 
 from fedprophet.cascade.atoms import explicit_chain
 from fedprophet.data.dataset import from_tensors
+from fedprophet.engines.fusing import at_width
 from fedprophet.fast.kernels import Kernels
-from fedprophet.messages.tasks import TASKS, Adopt, Measure, Predict, Report, Train
+from fedprophet.fast.narrow import WHOLE
+from fedprophet.messages.tasks import TASKS, Adopt, Measure, ModelTask, Predict, Report, Train
 from fedprophet.messages.values import LocalTraining
 from fedprophet.methods import METHODS
 from fedprophet.models.normalize import Normalize
@@ -172,6 +174,30 @@ def test_a_new_kind_of_task_goes_to_the_plain_path(session_of, caplog, stacked, 
     finally:
         del TASKS["rehearse"]
     assert said(caplog) == ["tasks of the kind 'rehearse'"]
+
+
+def test_a_class_that_only_has_the_name_of_a_kind_goes_to_the_plain_path(session_of, caplog, stacked):
+    """A kind that nobody registered, or that belongs to another class, says nothing about a task."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Nameless(ModelTask):
+        """It has no kind."""
+
+    class Disguised(ModelTask):
+        kind = "train"
+
+    engine = stacked(session_of({"method": "jfat"}))
+    with caplog.at_level(logging.WARNING, "fedprophet"):
+        assert engine._job(Nameless(round=1, client=0, seed=0)) is None
+        assert engine._job(Disguised(round=1, client=0, seed=0)) is None
+    assert said(caplog) == ["tasks of the kind 'Nameless'", "tasks of the kind 'train'"]
+
+
+def test_a_job_keeps_what_it_has_cached_unless_its_width_changes(session_of, stacked, joint):
+    session = session_of({"method": "jfat"})
+    job = stacked(session)._job(joint(session)[0])
+    assert at_width(job, WHOLE) is job
+    assert at_width(job, 2).width == 2
 
 
 @pytest.mark.slow

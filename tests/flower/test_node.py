@@ -20,10 +20,10 @@ from fedprophet.data.dataset import JoinedExamples
 from fedprophet.deploy import probe
 from fedprophet.engines import EngineParts
 from fedprophet.engines.plain import PlainEngine
-from fedprophet.errors import ConfigError
+from fedprophet.errors import CheckpointError, ConfigError
 from fedprophet.flower import node
 from fedprophet.flower.manifest import RunManifest
-from fedprophet.flower.node import NodeConfig, answer
+from fedprophet.flower.node import NodeConfig, NodeLayers, answer
 from fedprophet.flower.protocol import (
     PROTOCOL,
     Hello,
@@ -38,7 +38,7 @@ from fedprophet.flower.settings import FlowerSettings
 from fedprophet.messages.answers import Evaluated, Reported, Trained
 from fedprophet.messages.modules import digest
 from fedprophet.messages.tasks import Evaluate, Report, Task, Train
-from fedprophet.messages.values import FrozenModule, LocalTraining, Resources
+from fedprophet.messages.values import BACKBONE, EVERY_VERSION, FrozenModule, LocalTraining, Resources
 from fedprophet.runs.session import assemble
 from fedprophet.storage.files import tensors_to_bytes
 
@@ -398,6 +398,13 @@ def test_defect_is_refused_with_its_text_and_logged(ask, monkeypatch, caplog):
     monkeypatch.setattr(node, "run_client", broken)
     assert ask(REPORT) == Refusal("MemoryError: no room")
     assert "Traceback" in caplog.text
+
+
+def test_a_folder_for_layers_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "home").write_text("a file")
+    layers = NodeLayers(tmp_path / "home" / "layers")
+    with pytest.raises(CheckpointError, match=r"cannot write .*home.*Make room there or correct its permissions"):
+        layers.put(BACKBONE, 0, 1, {}, EVERY_VERSION)
 
 
 def test_nonsense_is_refused():

@@ -18,6 +18,7 @@ def test_missing_extra_is_named(missing, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("ray_starts")
 def test_flower_is_loaded_late_and_offline():
     code = """
 import os, sys, fedprophet.cli

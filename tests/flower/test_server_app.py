@@ -92,6 +92,7 @@ def content(run: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return {name: value.tolist() for name, value in load_file(run / "model.safetensors").items()}, records
 
 
+@pytest.mark.slow
 def test_whole_run_and_one_that_was_killed_are_the_same(pilot, config, tmp_path):
     whole, killed = tmp_path / "whole run", tmp_path / "killed"
     play(open_run({"config": config, "out": str(whole)}, engine_on(pilot("a"), False), False))
@@ -257,6 +258,7 @@ def test_main_prints_the_error_and_fails(pilot, capsys):
     assert "error: unknown preset 'digit'" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("ray_starts")
 def test_simulation_of_too_few_nodes_is_refused_before_anything_is_written(pilot, config, tmp_path, monkeypatch):
     monkeypatch.setattr(server_app, "SECONDS_TO_REGISTER", 0.1)
     out = tmp_path / "run"

@@ -348,6 +348,7 @@ def test_a_distillation_that_diverged_leaves_the_model_as_averaged(
 # Resuming, and any order.
 
 
+@pytest.mark.slow
 def test_a_round_that_was_stopped_at_its_end_is_played_again(tiny, fleet, resumed, tmp_path, same_tensors) -> None:
     config = tiny({**SETTINGS, **fleet(1000, 10**12), "memory.budget": MEMORY[MIDDLE], "evaluate.clients": 1})
     _, state, record = resumed(config, tmp_path, 2)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from fedprophet.runs.engine_history import EngineUse, Span, change, engines_text, spans, spans_of
+from fedprophet.runs.engine_history import EngineSpan, EngineUse, change, engines_text, spans, spans_of
 from fedprophet.runs.files import RunFiles
 from fedprophet.runs.observer import Observer
 from fedprophet.runs.play import play
@@ -39,24 +39,25 @@ def line(number, use=None):
 def test_rounds_of_one_engine_are_a_span():
     lines = [line(1), *(line(number, WORKERS) for number in (2, 3)), line(4, GPU), line(5, WORKERS), line(6, WORKERS)]
     found = spans(lines)
-    assert found == (Span(WORKERS, 2, 3), Span(GPU, 4, 4), Span(WORKERS, 5, 6)), (
+    assert found == (EngineSpan(WORKERS, 2, 3), EngineSpan(GPU, 4, 4), EngineSpan(WORKERS, 5, 6)), (
         "the first round is of a version before"
     )
     assert spans_of(json.loads(json.dumps([span.to_json() for span in found]))) == found
     assert spans([line(1)]) == ()
-    assert spans([line(1, GPU), line(3, GPU)]) == (Span(GPU, 1, 3),), "a line that is missing is no other engine"
+    assert spans([line(1, GPU), line(3, GPU)]) == (EngineSpan(GPU, 1, 3),), "a line that is missing is no other engine"
     other = EngineUse("cuda", "float32")
-    assert spans([line(1, GPU), line(2, other)]) == (Span(GPU, 1, 1), Span(other, 2, 2))
+    assert spans([line(1, GPU), line(2, other)]) == (EngineSpan(GPU, 1, 1), EngineSpan(other, 2, 2))
 
 
 def test_spans_in_words():
-    assert engines_text([Span(WORKERS, 1, 7)]) == "workers"
-    assert engines_text([Span(WORKERS, 1, 3), Span(GPU, 4, 5)]) == "workers to round 3, then cuda, bfloat16"
-    assert engines_text([Span(WORKERS, 6, 7)]) == "not recorded to round 5, then workers"
-    assert change([Span(WORKERS, 1, 3)], WORKERS) is None
+    assert engines_text([EngineSpan(WORKERS, 1, 7)]) == "workers"
+    assert engines_text([EngineSpan(WORKERS, 1, 3), EngineSpan(GPU, 4, 5)]) == "workers to round 3, then cuda, bfloat16"
+    assert engines_text([EngineSpan(WORKERS, 6, 7)]) == "not recorded to round 5, then workers"
+    assert change([EngineSpan(WORKERS, 1, 3)], WORKERS) is None
     assert change([], GPU) is None
-    assert change([Span(GPU, 1, 2), Span(WORKERS, 3, 3)], GPU) == (
-        "round 3 ran on engine workers, and the run goes on with engine cuda, bfloat16, which rounds differently"
+    assert change([EngineSpan(GPU, 1, 2), EngineSpan(WORKERS, 3, 3)], GPU) == (
+        "round 3 ran on engine workers, and the run continues on engine cuda, bfloat16, "
+        "whose floating-point rounding differs"
     )
 
 
@@ -76,7 +77,7 @@ def test_a_run_that_goes_on_with_another_engine_says_so(stopped, no_gpu):
     timings.write_text(timings.read_text().replace('"plain"', '"workers"'))
     going_on, finished = Watcher(), Watcher()
     results = play(reopen(stopped), going_on)
-    assert going_on.notes == [change([Span(WORKERS, 1, 3)], EngineUse("plain", "float32"))]
+    assert going_on.notes == [change([EngineSpan(WORKERS, 1, 3)], EngineUse("plain", "float32"))]
     assert [(span["engine"], span["rounds"]) for span in results["engines"]] == [("workers", [1, 3]), ("plain", [4, 4])]
     timings.write_text(timings.read_text().replace('"plain"', '"workers"'))
     assert play(reopen(stopped), finished) == results

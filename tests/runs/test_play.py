@@ -131,13 +131,17 @@ def test_ctrl_c_while_the_journal_is_written(stopped, contents, undisturbed, mon
     assert contents(stopped) == undisturbed
 
 
-def test_ctrl_c_in_the_first_round_and_in_the_closing_evaluation(tiny, small, stop, tmp_path, contents, undisturbed):
+def test_ctrl_c_in_the_first_round(tiny, small, stop, tmp_path):
     path = tmp_path / "a run's folder"
     with pytest.raises(RunStoppedError, match=r"stopped in its first round.*--resume '.*a run'\"'\"'s folder'$"):
         play(start(tiny(small), path), stop(in_task=3))
     assert not (path / "checkpoints").exists()
+
+
+def test_ctrl_c_in_the_closing_evaluation(tiny, small, stop, tmp_path, contents, undisturbed):
+    path = tmp_path / "run"
     with pytest.raises(RunStoppedError, match="stopped in its closing evaluation; nothing is lost"):
-        play(reopen(path), stop(in_finish=True))
+        play(start(tiny(small), path), stop(in_finish=True))
     assert not (path / "results.json").exists()
     play(reopen(path))
     assert contents(path) == undisturbed

@@ -92,9 +92,7 @@ def test_weights_for_a_model_that_is_handed_over_are_refused(tiny, tmp_path, wra
     """It has weights of its own; those of the file would be ignored, or overwrite them."""
     net = build("vgg-small", (1, 8, 8), 10, width=4)
     save_file(net.state_dict(), tmp_path / "vgg.safetensors")
-    text = (
-        r"^model\.weights: given '.*vgg\.safetensors', but a model that is handed over starts from the weights it has"
-    )
+    text = r"^model\.weights: given '.*vgg\.safetensors', but a model that you pass keeps its own weights"
     for name in ("custom", "vgg-small"):
         with pytest.raises(ConfigError, match=text):
             assemble(tiny({"model.name": name, "model.weights": str(tmp_path / "vgg.safetensors")}), model=wrap(net))

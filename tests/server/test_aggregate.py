@@ -44,7 +44,7 @@ TASK = _task(1)
         (_update(w=torch.tensor([1.0, 1e300], dtype=torch.float64)), "w is not finite in the model's type"),
         (_update(w=torch.tensor([1.0, 3e38], dtype=torch.float64)), None),
         (_update(w=torch.tensor([1.0, 3e38], dtype=torch.bfloat16)), None),
-        (_update(), "it lacks parameters that were asked for: ['w']"),
+        (_update(), "it did not send parameters that were asked for: ['w']"),
         (_update(w=torch.ones(2, dtype=torch.int64)), "w has type torch.int64 instead of torch.float32"),
         (_update(w=torch.ones(2, dtype=torch.bfloat16)), None),
         (_update(w=torch.ones(2)), None),
@@ -84,7 +84,7 @@ def test_an_update_of_somebody_who_was_not_asked_is_named() -> None:
 def test_layers_of_its_own_that_a_client_owes_are_checked() -> None:
     update = _update(w=torch.ones(2))
     asked = {"bn.mean": torch.zeros(2)}
-    assert update_fault(TASK, update, asked) == "it lacks layers of its own that were asked for: ['bn.mean']"
+    assert update_fault(TASK, update, asked) == "it did not send layers of its own that were asked for: ['bn.mean']"
     wrong = replace(update, local={"bn.mean": torch.ones(3)})
     assert update_fault(TASK, wrong, asked) == "bn.mean has shape (3,) instead of (2,)"
     right = replace(update, local={"bn.mean": torch.ones(2), "more": torch.ones(1)})
@@ -121,9 +121,9 @@ def test_of_many_names_a_few_are_given() -> None:
         == f"it sent parameters that were not asked for: {shown}"
     )
     task = replace(TASK, parameters=sent)
-    assert update_fault(task, _update(), {}) == f"it lacks parameters that were asked for: {shown}"
+    assert update_fault(task, _update(), {}) == f"it did not send parameters that were asked for: {shown}"
     reason = update_fault(replace(TASK, parameters={}), _update(), sent)
-    assert reason == f"it lacks layers of its own that were asked for: {shown}"
+    assert reason == f"it did not send layers of its own that were asked for: {shown}"
     long = update_fault(TASK, _update(w=torch.ones(2), **{"x" * 10_000: torch.zeros(1), "y": torch.zeros(1)}), {})
     assert long == f"it sent parameters that were not asked for: ['{'x' * 59}…', 'y']"
 

@@ -71,15 +71,17 @@ def test_a_second_one_waits_or_is_refused(tmp_path):
     assert order == ["first", "second"]
 
 
-def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch):
+def test_a_file_system_without_locks_is_no_obstacle_and_said_once(tmp_path, monkeypatch, caplog):
     def none(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", none)
     done = []
-    with folder_lock(tmp_path, refuse):
-        done.append(True)
-    assert done
+    for _ in range(2):
+        with folder_lock(tmp_path, refuse):
+            done.append(True)
+    assert len(done) == 2
+    assert caplog.messages == [f"{tmp_path} is used without a lock: No locks available"]
 
 
 def test_the_lock_of_a_killed_process_is_gone(tmp_path):

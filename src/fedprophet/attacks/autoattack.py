@@ -1,4 +1,4 @@
-"""AutoAttack (Croce & Hein, 2020) through pyautoattack, which has to be kept from a few things.
+"""AutoAttack (Croce & Hein, 2020) through pyautoattack, with workarounds for its side effects.
 
 pyautoattack seeds the global generators, has backward() write into the gradients of the model's parameters, changes
 logits in place, wants 32-bit images of three axes and nine classes to aim at, and prints warnings. Its own run adds

@@ -32,9 +32,9 @@ from fedprophet.server.perturbation import Perturbation, PerturbationSettings
 from fedprophet.threads import torch_threads
 
 PLAIN, WORKERS, CUDA = "plain", "workers", "cuda"
-ONE_THREAD = "plain-1"
+PLAIN_ONE_THREAD = "plain-1"
 """The plain loop with one thread: if layers are narrow, more threads can be slower."""
-PLAIN_SIDES = (PLAIN, ONE_THREAD)
+PLAIN_SIDES = (PLAIN, PLAIN_ONE_THREAD)
 TRAINING, WARMUP, EVALUATION = "training", "warm-up training", "evaluation"
 PARTS = (TRAINING, WARMUP, EVALUATION)
 """What is timed: training under attack, training without attack (the first rounds of a stage), and evaluation."""
@@ -64,7 +64,7 @@ class RoundsSettings:
     def measured(self, method: str, engine: str) -> Config:
         """Return the configuration of a session in which every round is attacked and evaluated and no stage ends."""
         # One worker per core, whatever number of threads torch chooses.
-        threads = {WORKERS: machine.cores(), ONE_THREAD: 1}
+        threads = {WORKERS: machine.cores(), PLAIN_ONE_THREAD: 1}
         cores = (f"threads={threads[engine]}",) if engine in threads else ()
         steady = ("train.warmup=0", "convergence.gate=0", "evaluate.every=1", f"rounds={self.repeat + 1}")
         name = PLAIN if engine in PLAIN_SIDES else engine

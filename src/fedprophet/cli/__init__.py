@@ -14,7 +14,7 @@ from fedprophet.cli.data import data_app
 from fedprophet.cli.deploy import deploy_app
 from fedprophet.cli.evaluate import evaluate_command, export_command
 from fedprophet.cli.fleet import fleet_app
-from fedprophet.cli.help_text import make_plain
+from fedprophet.cli.help_text import use_plain_help
 from fedprophet.cli.latency import latency_command
 from fedprophet.cli.options import AsJson, print_listing
 from fedprophet.cli.partition import partition_command
@@ -47,18 +47,18 @@ app.add_typer(deploy_app, name="deploy")
 app.add_typer(config_app, name="config")
 
 
-def _add_listing(what: str, entries: Mapping[str, str]) -> None:
+def _add_listing(what: str, entries: Mapping[str, str], described: str = "") -> None:
     def listing(json_: AsJson = False) -> None:
         print_listing(entries, json_)
 
-    app.command(what, help=f"List the {what}. Example: fedprophet {what}")(listing)
+    app.command(what, help=f"List the {described or what}. Example: fedprophet {what}")(listing)
 
 
 _add_listing("methods", methods())
 _add_listing("models", {name: entry.help for name, entry in MODELS.items()})
-_add_listing("datasets", {name: entry.help for name, entry in DATASETS.items()})
+_add_listing("datasets", {name: entry.help for name, entry in sorted(DATASETS.items())})
 _add_listing("engines", engines())
-_add_listing("rules", {name: entry.help for name, entry in RULES.items()})
+_add_listing("rules", {name: entry.help for name, entry in sorted(RULES.items())}, "rules of aggregation")
 
 
 def _version(wanted: bool) -> None:
@@ -76,7 +76,7 @@ def _options(
     pass
 
 
-make_plain(app)
+use_plain_help(app)
 
 SYSTEM_ADVICE = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "Free some space there"),

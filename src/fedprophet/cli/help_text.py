@@ -32,10 +32,10 @@ class PlainCommand(TyperCommand):
                     formatter.write_dl(shown)
 
 
-def make_plain(app: typer.Typer) -> None:
+def use_plain_help(app: typer.Typer) -> None:
     """Give all commands of an app, and of its groups, plain help."""
     for command in app.registered_commands:
         command.cls = PlainCommand
     for group in app.registered_groups:
         if group.typer_instance is not None:
-            make_plain(group.typer_instance)
+            use_plain_help(group.typer_instance)

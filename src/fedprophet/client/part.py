@@ -22,7 +22,7 @@ class ModelPart:
     head: Head | None
 
     def features(self, x: Tensor) -> Tensor:
-        """Return z_m, what the last atom gives out."""
+        """Return z_m, what the last atom outputs."""
         return self.chain.run(x, self.first, self.last)
 
     def logits(self, x: Tensor) -> Tensor:

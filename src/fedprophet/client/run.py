@@ -72,7 +72,7 @@ def _evaluate(task: Evaluate, job: Job[Evaluate]) -> Evaluated:
     whole = _part(task, workspace, 0, examples.fetch(torch.arange(1)))
     if not job.two_statistics:
         return job.evaluated(*evaluate(task, whole, examples))
-    # Clean images keep the clean statistics; only what an attack makes of them is judged with the others.
+    # Clean images keep the clean statistics; attacked images are evaluated with the adversarial ones.
     clean, _, _ = evaluate(task, whole, examples, attacked=False)
     TwoSets(workspace.chain, job.own)
     return job.evaluated(clean, *evaluate(task, whole, examples)[1:])

@@ -69,9 +69,9 @@ def descend(task: Train | Distill, part: ModelPart, samples: int, loss_of: Calla
 
 
 class _Descent:
-    """SGD with momentum and weight decay: what torch.optim.SGD does, to the bit, without its detours.
+    """SGD with momentum and weight decay: bit-identical to torch.optim.SGD, without its overhead.
 
-    Those take as long as the step itself where layers are narrow, and load torch's compiler.
+    That takes as long as the step itself where layers are narrow, and loads torch's compiler.
     """
 
     def __init__(self, parameters: Sequence[Tensor], hyper: LocalTraining) -> None:

@@ -5,13 +5,14 @@ texts, `fedprophet config show` and the reference page are made from it. The tab
 Packages above this one register theirs with `fedprophet.settings.section`; `config.of(TheirSettings)` reads them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, create_model, model_validator
 
 from fedprophet.config.choices import AUTO, engines, methods
+from fedprophet.config.renamed import with_new_names
 from fedprophet.config.sections import (
     AggregateSettings,
     AttackSettings,
@@ -49,7 +50,8 @@ class Config(Section):
     )
     engine: Annotated[str, OneOf(engines)] = Field(default=AUTO, description="What computes the clients' work.")
     precision: Literal["bfloat16", "float32"] = Field(
-        default="bfloat16", description='"cuda": numbers of activations and products; parameters are always float32.'
+        default="bfloat16",
+        description='Engine "cuda": number type of activations and matrix products; parameters are always float32.',
     )
     model: ModelSettings = ModelSettings()
     data: DataSettings = DataSettings()
@@ -66,7 +68,22 @@ class Config(Section):
 
     def __new__(cls, **values: Any) -> Self:
         """Make a configuration that has the registered tables too."""
-        return super().__new__(config_model() if cls is Config else cls)  # type: ignore[return-value]
+        return super().__new__(cls._complete())
+
+    @classmethod
+    def model_validate(cls, obj: Any, **how: Any) -> Self:
+        """Read a nested table, which may have the registered tables too."""
+        return super(Config, cls._complete()).model_validate(obj, **how)
+
+    @classmethod
+    def model_validate_json(cls, json_data: str | bytes | bytearray, **how: Any) -> Self:
+        """Read a nested table from JSON, which may have the registered tables too."""
+        return super(Config, cls._complete()).model_validate_json(json_data, **how)
+
+    @classmethod
+    def _complete(cls) -> type[Self]:
+        """Return the class that has the registered tables too."""
+        return config_model() if cls is Config else cls  # type: ignore[return-value]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restored, (self.model_dump(),)  # pickle cannot find the composed class by its name
@@ -96,6 +113,11 @@ class Config(Section):
     def patience_rounds(self) -> int:
         """Age of the best score, in rounds, that ends a stage; at least until the next evaluation could beat it."""
         return max(self.evaluate.every, share_of(self.convergence.patience, self.rounds))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _renamed(cls, data: Any) -> Any:
+        return with_new_names(data) if isinstance(data, Mapping) else data
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

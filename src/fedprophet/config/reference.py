@@ -32,7 +32,7 @@ uses that method, and `--set` overrides both:
 
 `fedprophet config show FILE --method heterofl` prints the result.
 
-Some keys have a new name. The old one is read for one version, with a note:
+Some keys have a new name. The old one is read for one version, with a note unless it has its default:
 
 """
 

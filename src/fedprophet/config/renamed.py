@@ -1,4 +1,7 @@
-"""Keys that have a new name. The old one is read for one version, with a note."""
+"""Keys that have a new name. The old one is read for one version, with a note.
+
+A run's folder holds every key, so an old one that has its old default was not chosen by anybody: it is read silently.
+"""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -13,19 +16,20 @@ logger = logging.getLogger("fedprophet")
 
 @dataclass(frozen=True)
 class Renamed:
-    """A key's new name. A value that used to mean "the default" (0 or "") is left out under the new name."""
+    """A key's new name and old default, which is left out under the new name if `drop` says so."""
 
     key: str
-    drop_empty: bool = False
+    default: Any
+    drop: bool = False
 
 
 RENAMED: Mapping[str, Renamed] = {
-    "flower.minimum": Renamed("aggregate.minimum"),
-    "aggregate.clip": Renamed("clip.norm"),
-    "aggregate.trim": Renamed("trimmed_mean.trim"),
-    "data.size": Renamed("data.options.size", drop_empty=True),
-    "data.test_per_class": Renamed("data.options.test_per_class", drop_empty=True),
-    "data.cache": Renamed("data.options.cache", drop_empty=True),
+    "flower.minimum": Renamed("aggregate.minimum", 1),
+    "aggregate.clip": Renamed("clip.norm", 0.0),
+    "aggregate.trim": Renamed("trimmed_mean.trim", 0.2),
+    "data.size": Renamed("data.options.size", 0, drop=True),
+    "data.test_per_class": Renamed("data.options.test_per_class", 0, drop=True),
+    "data.cache": Renamed("data.options.cache", "", drop=True),
 }
 ABSENT = object()
 """The value of a key that is not set."""
@@ -50,8 +54,8 @@ def renamed_path(path: Sequence[str], value: Any) -> tuple[Sequence[str], Any]:
     if new is None:
         return path, value
     path = new.key.split(".")
-    if new.drop_empty and not value:
-        return path, ABSENT
+    if value == new.default:
+        return path, ABSENT if new.drop else value
     _note(old, new.key)
     return path, value
 

@@ -130,7 +130,8 @@ class AggregateSettings(Section):
     minimum: int = Field(
         default=1,
         ge=1,
-        description="Least usable updates of a round; with fewer, nothing is averaged, and the round counts.",
+        description="Fewest usable updates that a round needs. With fewer, nothing is averaged, but the round still "
+        "counts.",
     )
 
     def conflicts(self, config: Any) -> Iterator[str]:

@@ -3,8 +3,10 @@
     python -m fedprophet.deploy.superlink --registered KEYS [the options of flower-superlink …]
 
 `flower-superlink` can neither put a gate in front of its port nor take a folder of keys, and Flower has no public
-interface for either. So this file, and no other, uses private parts of Flower's server: its parsed options, its web
-application and its state. They are those of Flower 1.41, the release that the extra `flower` requires.
+interface for either. So this file uses private parts of Flower's server: its parsed options, its web application and
+its state. They are those of Flower 1.41, the release that the extra `flower` requires. Three other files use private
+parts, each for one reason: `alembic_paths` (the server's migrations in a path with a blank), `control` (requests that
+the `flwr` command does not answer in full) and `flower.server_app` (`InMemoryGrid`, to recognise a simulation).
 """
 
 import os

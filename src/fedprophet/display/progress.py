@@ -116,9 +116,9 @@ def _troubles(record: Record) -> Iterator[str]:
         few = record["too_few"]
         yield f"{few['usable']} usable updates, fewer than aggregate.minimum = {few['minimum']}: nothing was averaged"
     if "postponed" in record:
-        yield f"nobody measured module {record['postponed']['module']}: it is trained for another round"
+        yield f"no client measured module {record['postponed']['module']}, so it trains for another round"
     if "best_round" in record and record["best_round"] is None:
-        yield "nobody has evaluated any round: the model of the last one is kept"
+        yield "no client evaluated any round; the last round's model is used"
     for name, loss in record.get("distillation", {}).items():
         if loss is None:
             yield f"the distillation of {name} diverged: not used"

@@ -50,8 +50,8 @@ def _pool() -> torch.cuda.CUDAGraph:
 
 
 class Captured:
-    """Work on fixed memory. The first time it is done as it is, which compiles and loads its kernels. Then it is
-    captured as a graph, and all its kernels are launched at once from then on.
+    """Work on fixed memory. The first call runs it directly, which compiles its kernels. The second captures it as a
+    graph. From then on all its kernels are launched at once.
     """
 
     def __init__(self, work: Callable[[], None]) -> None:

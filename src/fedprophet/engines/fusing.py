@@ -16,7 +16,7 @@ from torch import Tensor
 from fedprophet.cascade.narrow import narrow_chain
 from fedprophet.client.job import Client
 from fedprophet.client.workspace import Workspace
-from fedprophet.engines.stack_job import Span, StackJob
+from fedprophet.engines.stack_job import AtomSpan, StackJob
 from fedprophet.fast.narrow import WHOLE, room, run_at, width_of, work
 from fedprophet.fast.program import Ladder, LayerProgram, continues
 from fedprophet.fast.reading import NotFusableError, read_program
@@ -48,9 +48,11 @@ KNOWN_ATTACKS, KNOWN_NORMS = ("pgd",), ("linf", "l2")
 
 def check_known(task: Task) -> None:
     """Raise NotFusableError for a task that is, has or asks for anything that stacks do not know."""
-    if TASKS[task.kind] not in KNOWN_FIELDS:
-        raise NotFusableError(f"tasks of the kind {task.kind!r}")
-    _check_fields(task, KNOWN_FIELDS[TASKS[task.kind]])
+    # A class without a kind of its own has its base's, so that the kind alone does not tell what a task is.
+    listed = TASKS.get(task.kind, Task)
+    if listed not in KNOWN_FIELDS or not isinstance(task, listed):
+        raise NotFusableError(f"tasks of the kind {task.kind or type(task).__name__!r}")
+    _check_fields(task, KNOWN_FIELDS[listed])
     threat = task.threat if isinstance(task, Train | Evaluate | Measure) else None
     if threat is not None and threat.norm not in KNOWN_NORMS:
         raise NotFusableError(f"norm {threat.norm!r}")
@@ -78,7 +80,7 @@ class Fusing:
         self._workspaces = workspaces
         self._backend = backend
         self._limit = limit
-        self._programs: dict[Span, LayerProgram | str] = {}
+        self._programs: dict[AtomSpan, LayerProgram | str] = {}
 
     def job(self, task: ModelTask, client: Client) -> StackJob[ModelTask] | None:
         """Return the task's job, at the least width that has room for its model; None where there are no samples.
@@ -96,10 +98,10 @@ class Fusing:
         if isinstance(task, Train) and min(batch_sizes(task.training, job.samples)) < 2:
             raise NotFusableError("a batch of a single sample")
         if job.kept_channels:
-            job = replace(job, width=width_of(job.workspace.channels, job.kept_channels))
+            job = at_width(job, width_of(job.workspace.channels, job.kept_channels))
         self._check_programs(job)
         # A sub-network may be run among wider ones.
-        if self._activations(replace(job, width=WHOLE)) > self._limit:
+        if self._activations(at_width(job, WHOLE)) > self._limit:
             raise NotFusableError(f"{job.samples} samples of one client at once, which need more memory than there is")
         return job
 
@@ -134,7 +136,7 @@ class Fusing:
         """Return the channels that a network of a width has."""
         return room(workspace.chain.model, workspace.channels, width, self._backend.kernels.tile)
 
-    def program(self, span: Span) -> LayerProgram:
+    def program(self, span: AtomSpan) -> LayerProgram:
         """Read a span as a program. It is read once, also if it is refused."""
         if span not in self._programs:
             try:
@@ -146,7 +148,7 @@ class Fusing:
             raise NotFusableError(found)
         return found
 
-    def _read(self, span: Span) -> LayerProgram:
+    def _read(self, span: AtomSpan) -> LayerProgram:
         workspace = self._workspaces[span.architecture]
         shape, chain = feature_shape(workspace, span.first), workspace.chain
         if span.width < WHOLE:
@@ -168,10 +170,10 @@ class Fusing:
         if not jobs[0].kept_channels:
             return [jobs]
         counts = Counter(job.width for job in jobs)
-        wider = run_at(counts, lambda width: work(self.program(replace(jobs[0], width=width).span)))
+        wider = run_at(counts, lambda width: work(self.program(at_width(jobs[0], width).span)))
         found: dict[int, list[StackJob[ModelTask]]] = {}
         for job in jobs:
-            found.setdefault(wider[job.width], []).append(replace(job, width=wider[job.width]))
+            found.setdefault(wider[job.width], []).append(at_width(job, wider[job.width]))
         return found.values()
 
     def _ladders(self, jobs: Sequence[StackJob[ModelTask]]) -> Iterator[Sequence[StackJob[ModelTask]]]:
@@ -195,6 +197,11 @@ class Fusing:
         each = math.ceil(len(jobs) / parts)
         for start in range(0, len(jobs), each):
             yield jobs[start : start + each]
+
+
+def at_width(job: StackJob[ModelTask], width: int) -> StackJob[ModelTask]:
+    """Return a job at a width; the same one where it has that already, with what it has cached."""
+    return job if job.width == width else replace(job, width=width)
 
 
 def feature_shape(workspace: Workspace, first: int) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from fedprophet.threat import ThreatModel
 M_co = TypeVar("M_co", bound=ModelTask, covariant=True)
 
 
-class Span(NamedTuple):
+class AtomSpan(NamedTuple):
     """Atoms `first` … `last` − 1 of an architecture, the head behind them, and the width they are run at."""
 
     architecture: str
@@ -34,16 +34,16 @@ class StackJob(Job[M_co]):
     width: int = WHOLE
 
     @property
-    def span(self) -> Span:
+    def span(self) -> AtomSpan:
         """What the job runs. An evaluation runs the frozen modules too."""
         task = self.task
         first = 0 if isinstance(task, Evaluate) else task.first
-        return Span(task.architecture, first, task.last, task.head, self.width)
+        return AtomSpan(task.architecture, first, task.last, task.head, self.width)
 
     @property
-    def prefix(self) -> Span:
+    def prefix(self) -> AtomSpan:
         """What lies in front of the task's own part."""
-        return Span(self.task.architecture, 0, self.task.first)
+        return AtomSpan(self.task.architecture, 0, self.task.first)
 
     @cached_property
     def samples(self) -> int:

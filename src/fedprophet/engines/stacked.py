@@ -127,7 +127,7 @@ class StackedEngine:
         evaluation = self._evaluation(jobs, parameters, images, labels, threat)
         clean = evaluation.clean()
         if jobs[0].two_statistics and threat is not None:
-            # Clean images keep the clean statistics; only what an attack makes of them is judged with the others.
+            # Clean images keep the clean statistics; attacked images are evaluated with the adversarial ones.
             attacked = [under_attack(own) for own in parameters]
             evaluation = self._evaluation(jobs, attacked, images, labels, threat)
         adversarial = torch.zeros_like(clean) if threat is None else evaluation.adversarial()

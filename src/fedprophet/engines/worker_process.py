@@ -123,8 +123,8 @@ class WorkerProcess:
             how = f"was ended by {signal.Signals(-code).name}, as when the memory runs out"
         what = f" while client {self.task.client} was to {self.task.kind}" if self.task else ""
         return TrainingError(
-            f"a worker process {how}{what}. Fewer workers need less memory: set threads to their number "
-            "(to go on with a run, in its config.toml)"
+            f"a worker process {how}{what}. Use fewer workers to save memory: lower threads "
+            "(for an existing run, in its config.toml)"
         )
 
 

@@ -97,7 +97,7 @@ class FlowerEngine:
         self._give_up()  # on an earlier phase whose answers were not all taken
         self._done.clear()
         self._registry.meet({task.client for task in tasks}, self._look)
-        waiting, refusals, updates = deque(tasks), list[str](), 0
+        waiting, refusals, answers = deque(tasks), list[str](), 0
         end = time.monotonic() + self._timeouts.deadline
         while waiting or self._pending:
             while waiting and (self._timeouts.window is None or len(self._pending) < self._timeouts.window):
@@ -105,10 +105,10 @@ class FlowerEngine:
             heard = False
             for reply in self._transport.fetch([*self._pending, *self._some_late()]):
                 heard = True
-                update = self._accept(reply, refusals)
-                if update is not None:
-                    updates += 1
-                    yield update
+                answer = self._accept(reply, refusals)
+                if answer is not None:
+                    answers += 1
+                    yield answer
             if heard and self._timeouts.simulated:
                 end = time.monotonic() + self._timeouts.deadline
             if time.monotonic() >= end:
@@ -119,7 +119,7 @@ class FlowerEngine:
         for task in (*waiting, *(sent.task for sent in self._pending.values())):
             self._ledger.fault(task.client, f"no answer within {self._timeouts.deadline:g} s")
         self._give_up()
-        if self._timeouts.simulated and refusals and not updates:
+        if self._timeouts.simulated and refusals and not answers:
             # The nodes of a simulation run this same program: if none succeeds, the fault is not theirs.
             raise TrainingError(harmless(refusals[0]))
 
@@ -203,7 +203,7 @@ class FlowerEngine:
 def _expected(answer: Answer | Hello, task: Task) -> Answer:
     """Return an answer to the task that was sent; refuse one to another task."""
     if isinstance(answer, Hello):
-        raise ProtocolError("it said which client it is in place of an answer")
+        raise ProtocolError("it sent a hello instead of an answer")
     ours, theirs = ((each.kind, each.round, each.client, each.number) for each in (task, answer))
     if ours != theirs:
         raise ProtocolError("it answered for another task: {} of round {}, client {}, number {}".format(*theirs))

@@ -46,7 +46,7 @@ from fedprophet.messages.tasks import ModelTask
 from fedprophet.messages.values import Resources, Timeline
 from fedprophet.runs.session import CACHE_MEMORY, assemble_client, load_dataset
 from fedprophet.sizes import parse_size
-from fedprophet.storage.files import make_folder
+from fedprophet.storage.files import TRY_AGAIN, make_folder, write_error
 from fedprophet.storage.locks import folder_lock
 from fedprophet.threads import set_threads
 
@@ -241,7 +241,10 @@ class NodeLayers:
         self, architecture: str, client: int, round: int, tensors: Mapping[str, Tensor], timeline: Timeline
     ) -> None:
         """Store layers; when this returns, they are on the disk."""
-        make_folder(self._folder)
+        try:
+            make_folder(self._folder)
+        except OSError as error:
+            raise write_error(self._folder, error, TRY_AGAIN) from error
         # A process that answers too late may still be writing versions of the same client.
         with folder_lock(self._folder):
             store = ClientStore(self._folder, memory_limit=0)

@@ -10,7 +10,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from fedprophet.config.config import Config
 from fedprophet.config.load import load_config
 from fedprophet.errors import CheckpointError
-from fedprophet.runs.engine_history import Span, spans
+from fedprophet.runs.engine_history import EngineSpan, spans
 from fedprophet.runs.files import RunFiles
 from fedprophet.runs.journal import Journal
 from fedprophet.runs.summary import fault_count, moved_bytes, simulated_seconds, training_memory
@@ -116,7 +116,7 @@ class RunSummary:
     norm_layers: Mapping[str, str] = field(default_factory=dict)
     public_samples: int = 0
     dataset: str | None = None
-    engines: tuple[Span, ...] = ()
+    engines: tuple[EngineSpan, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -213,7 +213,7 @@ def read_run(path: Path) -> RunSummary:
     )
 
 
-def _engines(timings: Path) -> tuple[Span, ...]:
+def _engines(timings: Path) -> tuple[EngineSpan, ...]:
     """Return which engines a run used; none if the file is damaged, for no result depends on it."""
     try:
         return spans(Journal(timings).read())

@@ -27,7 +27,7 @@ class EngineUse:
 
 
 @dataclass(frozen=True)
-class Span:
+class EngineSpan:
     """Rounds in a row, the last one included, on one engine."""
 
     use: EngineUse
@@ -45,35 +45,35 @@ def engine_in_use(session: Session, run: Path) -> EngineUse:
     return EngineUse(engine, session.config.precision if engine == CUDA else "float32")
 
 
-def spans(timings: Iterable[Mapping[str, Any]]) -> tuple[Span, ...]:
+def spans(timings: Iterable[Mapping[str, Any]]) -> tuple[EngineSpan, ...]:
     """Return the engines of rounds, from the lines of timings.jsonl; those of earlier versions do not name one."""
-    found: list[Span] = []
+    found: list[EngineSpan] = []
     for line in timings:
         if not {"engine", "precision"} <= line.keys():
             continue
         use, number = EngineUse(str(line["engine"]), str(line["precision"])), int(line["round"])
         first = found.pop().first if found and found[-1].use == use else number
-        found.append(Span(use, first, number))
+        found.append(EngineSpan(use, first, number))
     return tuple(found)
 
 
-def spans_of(document: Iterable[Mapping[str, Any]]) -> tuple[Span, ...]:
+def spans_of(document: Iterable[Mapping[str, Any]]) -> tuple[EngineSpan, ...]:
     """Return the spans that a closing summary lists."""
-    return tuple(Span(EngineUse(line["engine"], line["precision"]), *line["rounds"]) for line in document)
+    return tuple(EngineSpan(EngineUse(line["engine"], line["precision"]), *line["rounds"]) for line in document)
 
 
-def engines_text(found: Sequence[Span]) -> str:
+def engines_text(found: Sequence[EngineSpan]) -> str:
     """Return `workers`, or `workers to round 20, then cuda, bfloat16` if a run has changed its engine."""
     *earlier, last = found
     before = [f"not recorded to round {found[0].first - 1}"] if found[0].first > 1 else []
     return ", then ".join([*before, *(f"{span.use.text} to round {span.last}" for span in earlier), last.use.text])
 
 
-def change(found: Sequence[Span], now: EngineUse) -> str | None:
+def change(found: Sequence[EngineSpan], now: EngineUse) -> str | None:
     """Return what to say if a run continues on a different engine from its last round's."""
     if not found or found[-1].use == now:
         return None
     return (
-        f"round {found[-1].last} ran on engine {found[-1].use.text}, and the run goes on with engine {now.text}, which "
-        "rounds differently"
+        f"round {found[-1].last} ran on engine {found[-1].use.text}, and the run continues on engine {now.text}, whose "
+        "floating-point rounding differs"
     )

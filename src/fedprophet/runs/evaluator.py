@@ -9,11 +9,12 @@ from torch import Tensor
 from fedprophet.attacks.names import find_attack
 from fedprophet.messages.answers import Evaluated
 from fedprophet.messages.values import SERVER
+from fedprophet.methods.base import MethodState
 from fedprophet.progress import Watch, unwatched
 from fedprophet.runs.asking import in_order
 from fedprophet.runs.export import exported_model
 from fedprophet.runs.session import Session
-from fedprophet.server.accuracy import Inputs, evaluation_fault, personalised_estimate, pooled_estimate
+from fedprophet.server.accuracy import InputKind, evaluation_fault, personalised_estimate, pooled_estimate
 from fedprophet.server.coordinator import Engine
 from fedprophet.threat import ThreatModel
 
@@ -35,12 +36,12 @@ def threat_of(session: Session, name: str) -> tuple[str, ThreatModel | None]:
 class AttackResult:
     """The answers for one attack, of the clients and for the parts of the test set; `inputs` says which ones count."""
 
-    inputs: Inputs
+    inputs: InputKind
     clients: Sequence[Evaluated]
     test: Sequence[Evaluated]
 
 
-def evaluate(session: Session, state: Any, attacks: Sequence[str], engine: Engine) -> dict[str, dict[str, Any]]:
+def evaluate(session: Session, state: MethodState, attacks: Sequence[str], engine: Engine) -> dict[str, dict[str, Any]]:
     """Return personalised and global accuracy under each attack, with samples and 95 % intervals."""
     return cells(Evaluator(session, state, exported_model(session, state, engine), engine).measure(attacks))
 
@@ -74,7 +75,7 @@ class Evaluator:
     """
 
     session: Session
-    state: Any
+    state: MethodState
     whole: Mapping[str, Tensor]
     engine: Engine
     samples: int | None = None

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +10,7 @@ from torch import Tensor
 from fedprophet.client.statistics import ADVERSARIAL
 from fedprophet.messages.answers import Reported
 from fedprophet.messages.tasks import Report
+from fedprophet.methods.base import MethodState
 from fedprophet.runs.asking import in_order
 from fedprophet.runs.run import Run
 from fedprophet.runs.session import Session
@@ -20,12 +20,12 @@ from fedprophet.storage.files import tensors_to_bytes, write_atomic
 from fedprophet.version import __version__
 
 
-def exported_model(session: Session, state: Any, engine: Engine) -> Mapping[str, Tensor]:
+def exported_model(session: Session, state: MethodState, engine: Engine) -> Mapping[str, Tensor]:
     """Return the whole model under its state-dict names, with the clients' averaged layers."""
     return session.method.exported(state, average_local(session, state, engine))
 
 
-def average_local(session: Session, state: Any, engine: Engine) -> Mapping[str, Tensor]:
+def average_local(session: Session, state: MethodState, engine: Engine) -> Mapping[str, Tensor]:
     """Return one set of norm layers: the mean, weighted by shard size, over the clients that have trained them."""
     timeline = session.method.timeline(state)
     cohorts = map(session.world.clients.cohort, range(1, state.round + 1))

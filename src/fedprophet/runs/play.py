@@ -59,8 +59,8 @@ def _check_inputs(run: Run) -> None:
     different = [name for name in ours if ours[name] != theirs.get(name)]
     if different:
         raise CheckpointError(
-            f"{run.files.path} was started with another {' and another '.join(different)}: "
-            "hand over the same again, or start a new run"
+            f"{run.files.path} was started with a different {' and a different '.join(different)}: "
+            f"pass the same {'one' if len(different) == 1 else 'ones'}, or start a new run"
         )
 
 
@@ -72,7 +72,7 @@ def _engine_change(run: Run) -> Iterator[str]:
         yield from [text] if text else []
 
 
-def _play_rounds(run: Run, observer: Observer) -> Any:
+def _play_rounds(run: Run, observer: Observer) -> MethodState:
     method, path = run.session.method, run.files.path
     engine = WatchedEngine(run.session.engine, observer.task_done)
     journal, timings = Journal(run.files.journal), Journal(run.files.timings)

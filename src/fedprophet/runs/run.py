@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 from fedprophet.config.config import Config
 from fedprophet.config.load import load_config
@@ -12,6 +11,7 @@ from fedprophet.data.dataset import Dataset
 from fedprophet.engines import cores, make_engine
 from fedprophet.engines.registry import EngineMaker
 from fedprophet.errors import CheckpointError, ConfigError, TrainingError
+from fedprophet.methods.base import MethodState
 from fedprophet.runs.checkpoint import Checkpoints
 from fedprophet.runs.files import RunFiles, resume_hint
 from fedprophet.runs.session import OwnModel, Session, assemble
@@ -33,7 +33,7 @@ class Run:
 
     files: RunFiles
     session: Session
-    state: Any
+    state: MethodState
     notes: tuple[str, ...] = ()
     away: bool = False
     """Whether its clients are on other machines, where this process cannot ask them."""
@@ -83,8 +83,8 @@ def reopen(
     _expect_run(path)
     if engine is make_engine and is_deployed(path):
         raise CheckpointError(
-            f"the clients of the run in {path} are on other machines, and keep layers of their own there. "
-            f"{resume_hint(path)}, with Flower, where it was started"
+            f"the clients of the run in {path} are on other machines, and keep layers of their own there, so it "
+            f"can only be resumed through Flower, on the machine where it was started. {resume_hint(path)}"
         )
     return _opened(path, model, dataset, engine)
 

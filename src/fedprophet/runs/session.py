@@ -187,8 +187,8 @@ def _start(config: Config, dataset: Dataset, given: OwnModel) -> _Start:
     normalize = Normalize(dataset.mean, dataset.std)
     if given is not None and config.model.weights:
         raise ConfigError(
-            f"model.weights: given {config.model.weights!r}, but a model that is handed over starts from the weights "
-            'it has. Load them into it before, and leave model.weights empty ("")'
+            f"model.weights: given {config.model.weights!r}, but a model that you pass keeps its own weights. "
+            "Load them into it first, and leave model.weights empty"
         )
     if isinstance(given, Chain):
         return _Start(deepcopy(given), normalize)

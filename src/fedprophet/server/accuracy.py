@@ -13,7 +13,7 @@ Z = 1.959963984540054
 """The normal quantile of a two-sided 95 % interval."""
 
 Interval = tuple[float, float]
-Inputs = Literal["clean", "adversarial"]
+InputKind = Literal["clean", "adversarial"]
 """The inputs that an accuracy is about: the name of a field of `Evaluated`."""
 
 
@@ -45,16 +45,16 @@ def note_accuracy(answers: Sequence[Evaluated], asked: int, record: Record) -> A
     return accuracy
 
 
-def personalised(updates: Sequence[Evaluated]) -> Accuracy:
+def personalised(answers: Sequence[Evaluated]) -> Accuracy:
     """Return the mean, weighted by shard size, of each client's accuracy on its own held-out samples.
 
-    A client without held-out samples has no accuracy and does not count. With one update this is its plain accuracy.
+    A client without held-out samples has no accuracy and does not count. With one answer this is its plain accuracy.
     """
-    clean, adversarial = personalised_estimate(updates, "clean"), personalised_estimate(updates, "adversarial")
+    clean, adversarial = personalised_estimate(answers, "clean"), personalised_estimate(answers, "adversarial")
     return Accuracy(clean.accuracy, adversarial.accuracy, clean.samples)
 
 
-def personalised_estimate(updates: Sequence[Evaluated], inputs: Inputs) -> Estimate:
+def personalised_estimate(answers: Sequence[Evaluated], inputs: InputKind) -> Estimate:
     """Return the personalised accuracy on one kind of inputs with its stratified interval, p ± 1.96 s, cut to [0, 1].
 
     Client k of weight w_k (its share of all shards) got x_k of n_k samples right. Clients are independent strata, so
@@ -64,23 +64,24 @@ def personalised_estimate(updates: Sequence[Evaluated], inputs: Inputs) -> Estim
     p̃_k is the centre of Wilson's interval: with x_k / n_k itself a client that got all or nothing right would claim to
     have no variance, however few samples it has. The clients asked are taken as given, not as a sample of all clients.
     """
-    counted = [u for u in updates if evaluation_fault(u) is None and u.samples > 0]
-    total = sum(u.weight for u in counted)
+    counted = [answer for answer in answers if evaluation_fault(answer) is None and answer.samples > 0]
+    total = sum(answer.weight for answer in counted)
     if not total:
         return Estimate(0.0, 0, (0.0, 1.0))
     value, variance = 0.0, 0.0
-    for update in counted:
-        right, n = getattr(update, inputs), update.samples
+    for answer in counted:
+        right, n = getattr(answer, inputs), answer.samples
         centre = (right + Z**2 / 2) / (n + Z**2)
-        value += update.weight * right / n
-        variance += (update.weight / total) ** 2 * centre * (1 - centre) / n
+        value += answer.weight * right / n
+        variance += (answer.weight / total) ** 2 * centre * (1 - centre) / n
     value, reach = value / total, Z * math.sqrt(variance)
-    return Estimate(value, sum(u.samples for u in counted), (max(0.0, value - reach), min(1.0, value + reach)))
+    samples = sum(answer.samples for answer in counted)
+    return Estimate(value, samples, (max(0.0, value - reach), min(1.0, value + reach)))
 
 
-def pooled_estimate(updates: Sequence[Evaluated], inputs: Inputs) -> Estimate:
+def pooled_estimate(answers: Sequence[Evaluated], inputs: InputKind) -> Estimate:
     """Return the plain accuracy on one kind of inputs over all samples, with Wilson's interval."""
-    right, samples = sum(getattr(u, inputs) for u in updates), sum(u.samples for u in updates)
+    right, samples = sum(getattr(answer, inputs) for answer in answers), sum(answer.samples for answer in answers)
     return Estimate(right / samples if samples else 0.0, samples, wilson(right, samples))
 
 
@@ -98,14 +99,14 @@ def wilson(right: int, samples: int) -> Interval:
     return (0.0 if right == 0 else centre - reach), (1.0 if right == samples else centre + reach)
 
 
-def evaluation_fault(update: Evaluated) -> str | None:
+def evaluation_fault(answer: Evaluated) -> str | None:
     """Return why an evaluation cannot be counted, or None where it can."""
-    samples = update.samples
+    samples = answer.samples
     if not 0 <= samples <= LARGEST_COUNT:
         return f"it evaluated {samples} samples"
-    if reason := weight_fault(update.weight):
+    if reason := weight_fault(answer.weight):
         return reason
-    for name, right in (("clean", update.clean), ("adversarial", update.adversarial)):
+    for name, right in (("clean", answer.clean), ("adversarial", answer.adversarial)):
         if not 0 <= right <= samples:
             return f"its evaluation has {right} of {samples} samples right ({name})"
     return None

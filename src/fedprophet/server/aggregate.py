@@ -96,10 +96,10 @@ def update_fault(task: Train, update: Trained, layers: Parameters) -> str | None
     if foreign:
         return f"it sent parameters that were not asked for: {some_names(foreign)}"
     if lacking:
-        return f"it lacks parameters that were asked for: {some_names(lacking)}"
+        return f"it did not send parameters that were asked for: {some_names(lacking)}"
     missing = set(layers) - set(update.local)
     if missing:
-        return f"it lacks layers of its own that were asked for: {some_names(missing)}"
+        return f"it did not send layers of its own that were asked for: {some_names(missing)}"
     return _tensor_fault({**layers, **task.parameters}, {**update.local, **update.parameters})
 
 

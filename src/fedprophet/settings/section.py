@@ -29,8 +29,8 @@ def section(name: str) -> Callable[[S], S]:
 
     def register(kind: S) -> S:
         known = _REGISTERED.setdefault(name, kind)
-        if known.__qualname__ != kind.__qualname__:
-            raise TypeError(f"the table [{name}] is defined by {known.__qualname__} already")
+        if (known.__module__, known.__qualname__) != (kind.__module__, kind.__qualname__):
+            raise TypeError(f"the table [{name}] is defined by {known.__module__}.{known.__qualname__} already")
         _REGISTERED[name] = kind
         return kind
 
