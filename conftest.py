@@ -29,3 +29,8 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     limit = SECONDS if computed > SECONDS / 2 else WAITING_SECONDS
     if took > limit and item.config.getoption("--budget") and not item.get_closest_marker("slow"):
         pytest.fail(f"it took {took:.1f} s: make it quicker than {limit:g} s, or mark it slow", pytrace=False)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Long tests come first, so that no process is left with one when the others are done.
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
