@@ -1,6 +1,8 @@
 """Personalised accuracy against hand-computed numbers."""
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -9,15 +11,25 @@ from fedprophet.server.accuracy import (
     Accuracy,
     evaluation_fault,
     note_accuracy,
-    personalised,
     personalised_estimate,
     pooled_estimate,
     wilson,
 )
+from fedprophet.server.aggregate import Aggregator
+from fedprophet.server.rules import RULES
+
+BY_CLAIM = Aggregator(sizes=lambda client: 10**9)
+"""Believes every weight."""
 
 
 def _counts(client: int, weight: float, samples: int, clean: int, adversarial: int) -> Evaluated:
     return Evaluated(round=1, client=client, weight=weight, samples=samples, clean=clean, adversarial=adversarial)
+
+
+def personalised(answers: Sequence[Evaluated], aggregator: Aggregator = BY_CLAIM) -> Accuracy:
+    accuracy = note_accuracy(answers, len(answers), aggregator, {})
+    assert accuracy is not None
+    return accuracy
 
 
 def test_weighted_by_shard_size_not_by_held_out_samples() -> None:
@@ -83,7 +95,7 @@ def test_an_estimate_has_the_value_of_the_accuracy_and_leaves_out_the_same_clien
     accuracy = personalised(updates)
     for metric in ("clean", "adversarial"):
         found = personalised_estimate(updates, metric)
-        assert (found.accuracy, found.samples) == (getattr(accuracy, metric), 10)
+        assert (found.accuracy, found.samples) == (pytest.approx(getattr(accuracy, metric)), 10)
     assert personalised_estimate(updates[2:], "clean").samples == 0
 
 
@@ -100,26 +112,45 @@ def test_an_estimate_has_the_value_of_the_accuracy_and_leaves_out_the_same_clien
         (_counts(0, 3.0, 10**20, 1, 1), "it evaluated 100000000000000000000 samples"),
         (_counts(0, 3.0, 4, 4, 5), "its evaluation has 5 of 4 samples right (adversarial)"),
         (_counts(0, 3.0, 4, -1, 1), "its evaluation has -1 of 4 samples right (clean)"),
+        (replace(_counts(0, 3.0, 4, 4, 0), broken={"square": 4}), None),
+        (replace(_counts(0, 3.0, 4, 4, 0), broken={"square": 5}), "its attack broke 5 of 4 samples"),
+        (replace(_counts(0, 3.0, 4, 4, 0), broken={"square": -1}), "its attack broke -1 of 4 samples"),
     ],
 )
 def test_an_evaluation_that_cannot_be_is_named_and_does_not_count(update: Evaluated, reason: str | None) -> None:
     assert evaluation_fault(update) == reason
     if reason:
         good = _counts(1, 2.0, 4, 3, 1)
-        assert personalised([update, good]) == personalised([good])
+        assert note_accuracy([update, good], 2, BY_CLAIM, {}) == personalised([good])
         assert personalised_estimate([update, good], "clean") == personalised_estimate([good], "clean")
 
 
 def test_the_accuracy_of_a_round_is_noted_and_impossible_evaluations_are_rejected() -> None:
     record: dict[str, object] = {}
     good, bad = _counts(1, 2.0, 4, 3, 1), _counts(2, 2.0, 4, 5, 1)
-    assert note_accuracy([good, bad], 2, record) == Accuracy(0.75, 0.25, 4)
+    assert note_accuracy([good, bad], 2, BY_CLAIM, record) == Accuracy(0.75, 0.25, 4)
     reason = "its evaluation has 5 of 4 samples right (clean)"
     assert record == {"dropped": {"2": reason}, "clean": 0.75, "adversarial": 0.25, "samples": 4}
 
 
 def test_without_a_sample_an_accuracy_is_unknown_only_where_answers_are_missing() -> None:
     empty, record = _counts(1, 2.0, 0, 0, 0), dict[str, object]()
-    assert note_accuracy([empty], 2, record) is None
+    assert note_accuracy([empty], 2, BY_CLAIM, record) is None
     assert record == {}
-    assert note_accuracy([empty], 1, record) == Accuracy(0.0, 0.0, 0)
+    assert note_accuracy([empty], 1, BY_CLAIM, record) == Accuracy(0.0, 0.0, 0)
+
+
+def test_a_client_that_claims_a_huge_shard_counts_like_the_others() -> None:
+    """Its size is unknown, and the median of 2, 2 and 2⁵³ is 2; where it is known to be 6, it counts three times."""
+    answers = [_counts(0, 2.0, 4, 3, 1), _counts(1, 2.0, 4, 3, 1), _counts(2, 2.0**53, 4, 0, 4)]
+    record: dict[str, object] = {}
+    assert note_accuracy(answers, 3, Aggregator(), record) == Accuracy(0.5, 0.5, 12)
+    assert record["capped"] == {"2": 2.0**53}
+    assert personalised(answers, Aggregator(sizes=lambda client: 6)) == Accuracy(0.3, 0.7, 12)
+
+
+def test_accuracies_are_joined_by_the_rule() -> None:
+    """A client that claims that all attacks succeed moves the mean, and not the median."""
+    answers = [_counts(client, 2.0, 4, 3, right) for client, right in enumerate((2, 2, 3, 2, 0))]
+    assert personalised(answers).adversarial == pytest.approx(0.45)
+    assert personalised(answers, Aggregator(RULES["median"].function)).adversarial == 0.5

@@ -1,6 +1,7 @@
 """Which updates are used, what is noted of the others, and the model that comes of them."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +9,10 @@ import torch
 from fedprophet.messages.answers import Trained
 from fedprophet.messages.tasks import Train
 from fedprophet.messages.values import LocalTraining
-from fedprophet.server.aggregate import Aggregator, split_usable, update_fault, weighted_mean
+from fedprophet.server.aggregate import Aggregator, split_usable, update_fault
+from fedprophet.server.rules import RULES
+from fedprophet.server.rules.clip import ClipSettings, clip
+from fedprophet.server.rules.registry import Join
 
 TRAINING = LocalTraining(1, 1, 0.1, 0.9, 0.0, 0.0)
 
@@ -40,7 +44,8 @@ TASK = _task(1)
         (_update(weight=1e308, w=torch.ones(2)), "its weight is 1e+308"),
         (_update(weight=2.0**54, w=torch.ones(2)), "its weight is 1.8014398509481984e+16"),
         (_update(weight=2.0**53, w=torch.ones(2)), None),
-        (_update(loss=1e300, w=torch.ones(2)), None),
+        (_update(loss=1e300, w=torch.ones(2)), "its loss is 1e+300"),
+        (_update(loss=-1e30, w=torch.ones(2)), None),
         (_update(w=torch.tensor([1.0, 1e300], dtype=torch.float64)), "w is not finite in the model's type"),
         (_update(w=torch.tensor([1.0, 3e38], dtype=torch.float64)), None),
         (_update(w=torch.tensor([1.0, 3e38], dtype=torch.bfloat16)), None),
@@ -97,19 +102,54 @@ def test_layers_of_its_own_that_a_client_owes_are_checked() -> None:
     assert (usable, list(rejected)) == ([], [1])
 
 
-def test_weighted_mean() -> None:
-    assert weighted_mean([(1.0, 4.0), (3.0, 0.0)]) == 1.0
-    # The mean of finite numbers is finite, though their sum is not.
-    assert weighted_mean([(2.0**53, 1e308), (2.0**53, 1.5e308)]) == pytest.approx(1.25e308)
+def test_what_cannot_be_negative_is_named() -> None:
+    """A negative variance is finite, and the root of it is not."""
+    update = replace(_update(w=torch.ones(2)), local={"bn.running_var": torch.tensor([1.0, -1e-9])})
+    assert update_fault(TASK, update, {}) == "bn.running_var is negative"
+    update = replace(update, local={"bn.running_var": torch.ones(2), "bn.num_batches_tracked": torch.tensor(-1)})
+    assert update_fault(TASK, update, {}) == "bn.num_batches_tracked is negative"
+    assert update_fault(TASK, replace(update, local={"bn.running_mean": torch.tensor([-1.0])}), {}) is None
 
 
-def test_the_largest_update_that_is_used_leaves_the_average_finite() -> None:
-    large = torch.tensor([torch.finfo(torch.float32).max, 1.0], dtype=torch.float64)
-    updates = [_update(client, 2.0**53, w=large) for client in (1, 2)]
-    new = Aggregator().aggregate(TASK.parameters, [TASK, _task(2)], updates, record := {})
-    assert record["dropped"] == {}
-    assert new["w"].dtype == torch.float32
-    assert new["w"].tolist() == [torch.finfo(torch.float32).max, 1.0]
+@pytest.mark.parametrize(
+    ("rule", "joined"),
+    [
+        ("mean", ((1 * 2 + 1 * 3 + 2 * 10.0) / 4, (5 + 5 + 2 * 9) / 4)),
+        # From the medians 3 and 5 the distances are 1, 0 and √(7² + 4²): no number counts as further away than 1.
+        ("clip", ((2 + 3 + 2 * (3 + 7 / 65**0.5)) / 4, (5 + 5 + 2 * (5 + 4 / 65**0.5)) / 4)),
+        ("median", (3.0, 5.0)),
+    ],
+)
+def test_numbers_are_joined_by_the_rule(rule: str, joined: tuple[float, float]) -> None:
+    entry = RULES[rule]
+    aggregator = Aggregator(entry.function, numbers=entry.numbers)
+    assert aggregator.join_numbers([(1, (2.0, 5.0)), (1, (3.0, 5.0)), (2, (10.0, 9.0))]) == pytest.approx(joined)
+
+
+def test_the_largest_norm_of_an_update_is_not_one_of_numbers() -> None:
+    """With `clip.norm` numbers around 1000 would otherwise count as 3 at most."""
+    join: Join = partial(clip, settings=ClipSettings(norm=3.0))
+    aggregator = Aggregator(join, numbers=RULES["clip"].numbers)
+    assert aggregator.join_numbers([(1, (1000.0,)), (1, (1000.0,)), (1, (1000.0,))]) == (1000.0,)
+
+
+def test_a_client_counts_for_no_more_than_the_server_can_know() -> None:
+    """Of the claims 1, 3 and 2⁵³ the median is 3; where shards are known, a claim is cut to the size of its own."""
+    updates = [_update(1, 1.0, w=torch.tensor([8.0, 0.0])), _update(2, 3.0, w=torch.tensor([0.0, 8.0]))]
+    updates.append(_update(3, 2.0**53, w=torch.tensor([8.0, 8.0])))
+    tasks = [_task(client) for client in (1, 2, 3)]
+    new = Aggregator().aggregate(TASK.parameters, tasks, updates, record := {})
+    assert new["w"].tolist() == pytest.approx([8 * 4 / 7, 8 * 6 / 7])
+    assert record["capped"] == {"3": 2.0**53}
+    known = Aggregator(sizes={1: 1, 2: 4, 3: 4}.get).aggregate(TASK.parameters, tasks, updates, {})
+    assert known["w"].tolist() == [8 * 5 / 8, 8 * 7 / 8]
+
+
+def test_an_update_out_of_all_proportion_is_not_used() -> None:
+    updates = [_update(client, w=torch.full((2,), size)) for client, size in enumerate((1.0, 1.0, 4.0, 3e38))]
+    new = Aggregator().aggregate(TASK.parameters, [_task(client) for client in range(4)], updates, record := {})
+    assert new["w"].tolist() == [2.0, 2.0]
+    assert record["dropped"] == {"3": "its update moves parameters of size 0 by 3e+38"}
 
 
 def test_of_many_names_a_few_are_given() -> None:
@@ -130,10 +170,11 @@ def test_of_many_names_a_few_are_given() -> None:
 
 def test_a_round_is_joined_and_noted() -> None:
     """Weights 1 and 3, losses 2 and 4; the third update is not finite."""
+    believing = Aggregator(sizes=lambda client: 3)
     updates = [_update(1, 1.0, 2.0, w=torch.tensor([4.0, 0.0])), _update(2, 3.0, 4.0, w=torch.tensor([0.0, 8.0]))]
     updates.append(_update(3, w=torch.tensor([1.0, float("nan")])))
     record: dict[str, object] = {"round": 1}
-    new = Aggregator().aggregate(TASK.parameters, [_task(client) for client in (1, 2, 3)], updates, record)
+    new = believing.aggregate(TASK.parameters, [_task(client) for client in (1, 2, 3)], updates, record)
     assert new["w"].tolist() == [1.0, 6.0]
     assert list(record.items()) == [("round", 1), ("dropped", {"3": "w is not finite"}), ("loss", 3.5)]
 

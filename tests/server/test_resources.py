@@ -25,6 +25,7 @@ def test_a_report_without_numbers_is_left_out() -> None:
     "resources",
     [
         Resources(-1, 1e9, 1e9),
+        Resources(0, 1e9, 1e9),
         Resources(10**400, 1e9, 1e9),
         Resources(10**6, 0.0, 1e9),
         Resources(10**6, 1e9, 5e-324),

@@ -11,7 +11,7 @@ from pydantic import Field
 from fedprophet.server.rules import RULES
 from fedprophet.settings.describe import misfit
 from fedprophet.settings.section import Section
-from fedprophet.settings.values import Budget, Clients, OneOf, Ratio, Rounds
+from fedprophet.settings.values import Budget, Clients, Counts, OneOf, Ratio, Rounds
 
 
 def too_many_clients(key: str, count: int | str, config: Any) -> Iterator[str]:
@@ -133,11 +133,18 @@ class AggregateSettings(Section):
         description="Fewest usable updates that a round needs. With fewer, nothing is averaged, but the round still "
         "counts.",
     )
+    sizes: Counts = Field(
+        default_factory=list,
+        description="Sizes of the clients' shards that the server knows of, in the order of the clients; none of them "
+        "counts for more. []: those of a simulation; on real devices the median of what a round's clients claim.",
+    )
 
     def conflicts(self, config: Any) -> Iterator[str]:
-        cohort = config.population.cohort
+        cohort, clients = config.population.cohort, config.population.clients
         if self.minimum > cohort:
             yield misfit("aggregate.minimum", self.minimum, f"at most population.cohort = {cohort}")
+        if self.sizes and len(self.sizes) != clients:
+            yield misfit("aggregate.sizes", self.sizes, f"one size for each of population.clients = {clients}, or []")
 
 
 class CheckpointSettings(Section):

@@ -76,6 +76,11 @@ class FlowerEngine:
         """Whether Flower has reported a failure, such as a process that died."""
 
     @property
+    def remote(self) -> bool:
+        """Whether the nodes are real devices, whose data the server does not know."""
+        return not self._timeouts.simulated
+
+    @property
     def busy(self) -> bool:
         """Whether a task is on its way."""
         return bool(self._pending)

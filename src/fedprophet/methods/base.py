@@ -105,6 +105,10 @@ class Method(ABC, Generic[S]):
         """Return the one model that is published, given the average of the clients' own layers."""
         return {**local, **state.model}
 
+    def exported_layers(self, local: Parameters) -> Parameters:
+        """Return the layers of their own that clients may send for the exported model, as they are in the model."""
+        return local
+
     def timeline(self, state: S) -> Timeline:
         """Return which versions of the clients' own layers count; a resume may go back as far as checkpoints do."""
         checkpoint = self.world.config.checkpoint
@@ -135,4 +139,4 @@ class Method(ABC, Generic[S]):
         threat = self.world.image_threat(settings.steps)
         clients = self.world.clients.sample(settings.clients, state.round, "evaluate")
         answers = yield from ask([self.evaluation_task(state, client, threat) for client in clients], Evaluated)
-        return note_accuracy(answers, len(clients), record)
+        return note_accuracy(answers, len(clients), self.world.aggregator, record)

@@ -1,7 +1,7 @@
 """FedProphet (Algorithm 2): a cascade of modules, each trained robustly by the fleet, then fixed."""
 
-import math
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,12 +20,12 @@ from fedprophet.methods.base import Method, MethodState, ModelFields
 from fedprophet.methods.registry import method
 from fedprophet.methods.world import World, named
 from fedprophet.randomness import global_rng
-from fedprophet.server.aggregate import weighted_mean
 from fedprophet.server.assignment import AssignmentSettings, assign
 from fedprophet.server.convergence import Best, better, score
 from fedprophet.server.coordinator import Conversation, Record, ask
 from fedprophet.server.perturbation import Perturbation, PerturbationSettings, accuracy_ratio
-from fedprophet.server.rejections import sound_answers, weight_fault
+from fedprophet.server.plausibility import outliers
+from fedprophet.server.rejections import number_fault, reject, sound_answers, weight_fault
 from fedprophet.server.rules.registry import Parameters
 from fedprophet.settings.section import Section, section
 from fedprophet.settings.values import Clients
@@ -200,17 +200,18 @@ class FedProphet(Method[CascadeState]):
 
         It is over the clients that answered; None where none of them did.
         """
-        settings = self.world.config.of(MeasureSettings)
+        world, settings = self.world, self.world.config.of(MeasureSettings)
         threat = with_steps(self._threat(state), settings.steps)
-        clients = self.world.clients.sample(settings.clients, state.round, "measure")
+        clients = world.clients.sample(settings.clients, state.round, "measure")
         tasks = [
             Measure(**self._model_fields(state, client, state.stage, head=None), threat=threat) for client in clients
         ]
         answers = yield from ask(tasks, Measured)
         # A client of weight 0 has nothing to measure on.
-        sound = sound_answers([answer for answer in answers if answer.weight != 0], _measure_fault, record)
+        some = [answer for answer in answers if answer.weight != 0]
+        sound = world.aggregator.believed(sound_magnitudes(some, threat, record), record)
         if sound:
-            return weighted_mean([(answer.weight, answer.magnitude) for answer in sound])
+            return world.aggregator.join_numbers([(each.weight, (each.magnitude,)) for each in sound])[0]
         if len(answers) < len(tasks):
             return None
         raise TrainingError(
@@ -299,10 +300,21 @@ class FedProphet(Method[CascadeState]):
         return {**own, **named(state.heads, exit_names)}
 
 
-def _measure_fault(answer: Measured) -> str | None:
-    """Return why a measured perturbation cannot be counted, or None where it can."""
-    possible = 0 <= answer.magnitude < math.inf
-    return weight_fault(answer.weight) or (None if possible else f"its measured perturbation is {answer.magnitude}")
+def sound_magnitudes(answers: Sequence[Measured], threat: ThreatModel, record: Record) -> list[Measured]:
+    """Return the measured perturbations that can be counted, and note why the others cannot.
+
+    An attack that may move a feature and moves it by nothing is not one: the next module would be trained without any.
+    """
+    least = sys.float_info.min if threat.radius > 0 else 0.0
+
+    def fault(answer: Measured) -> str | None:
+        return weight_fault(answer.weight) or number_fault("measured perturbation", answer.magnitude, least)
+
+    sound = sound_answers(answers, fault, record)
+    far = outliers({answer.client: answer.magnitude for answer in sound})
+    if far:
+        reject(record, {client: f"its measured perturbation is {text}" for client, text in far.items()})
+    return [answer for answer in sound if answer.client not in far]
 
 
 def initial_heads(world: World) -> Parameters:

@@ -134,6 +134,10 @@ class FedRBN(Baseline[BaselineState]):
         # The server holds one exported model, whose statistics are the adversarial ones already.
         return replace(task, adversarial_statistics=threat is not None and client != SERVER)
 
+    def exported_layers(self, local: Parameters) -> Parameters:
+        """Return the layers that clients may send: some of them have a second set of statistics."""
+        return {**local, **{ADVERSARIAL + name: value for name, value in local.items()}}
+
     def exported(self, state: BaselineState, local: Parameters) -> Parameters:
         """Return the model with the adversarial statistics, where any client has them."""
         return {**under_attack(local), **state.model}

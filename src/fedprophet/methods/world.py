@@ -17,6 +17,7 @@ from fedprophet.server.aggregate import Aggregator
 from fedprophet.server.convergence import StageRule
 from fedprophet.server.rules import RULES
 from fedprophet.server.rules.registry import Parameters
+from fedprophet.server.weights import Sizes, no_sizes
 from fedprophet.threat import ThreatModel, input_threat
 
 
@@ -33,6 +34,7 @@ class World:
     """All that a method knows, and the values that the configuration gives its tasks.
 
     `family` are the models that clients may train where a method lets them, from the smallest to the run's own model.
+    `sizes` are those of the clients' shards, where the server knows them.
     """
 
     config: Config
@@ -42,6 +44,7 @@ class World:
     pool: ClientPool
     frozen: ModuleStore = field(default_factory=ModuleStore)
     family: Mapping[str, Architecture] = field(default_factory=dict)
+    sizes: Sizes = no_sizes
 
     @cached_property
     def clients(self) -> ClientSampler:
@@ -50,9 +53,11 @@ class World:
 
     @cached_property
     def aggregator(self) -> Aggregator:
-        """How updates are joined."""
-        rule = RULES[self.config.aggregate.rule]
-        return Aggregator(rule.configured(self.config.of), self.config.aggregate.minimum, rule.averaged)
+        """How what clients send is joined."""
+        settings = self.config.aggregate
+        rule = RULES[settings.rule]
+        sizes = dict(enumerate(settings.sizes)).get if settings.sizes else self.sizes
+        return Aggregator(rule.configured(self.config.of), settings.minimum, rule.averaged, rule.numbers, sizes)
 
     @property
     def stage_rule(self) -> StageRule:

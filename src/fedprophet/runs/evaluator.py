@@ -116,7 +116,8 @@ class Evaluator:
             for answer in in_order(tasks, self.engine, Evaluated):
                 answers.append(answer)
                 self.watch(what, len(answers), len(clients))
-        return [answer for answer in answers if evaluation_fault(answer) is None]
+        sound = [answer for answer in answers if evaluation_fault(answer) is None]
+        return session.world.aggregator.believed(sound, {})
 
     def over_test_set(self, attack: str, threat: ThreatModel | None, samples: int, what: str) -> list[Evaluated]:
         """Return the answers for the parts of the test set; the same `samples` are drawn for every attack."""

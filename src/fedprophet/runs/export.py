@@ -4,48 +4,63 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from fedprophet.client.statistics import ADVERSARIAL
 from fedprophet.messages.answers import Reported
 from fedprophet.messages.tasks import Report
 from fedprophet.methods.base import MethodState
 from fedprophet.runs.asking import in_order
 from fedprophet.runs.run import Run
 from fedprophet.runs.session import Session
-from fedprophet.server.coordinator import Engine
-from fedprophet.server.rejections import weight_fault
+from fedprophet.server.aggregate import tensor_fault
+from fedprophet.server.coordinator import Engine, Record
+from fedprophet.server.rejections import reject, some_names, weight_fault
+from fedprophet.server.weights import believed
 from fedprophet.storage.files import tensors_to_bytes, write_atomic
 from fedprophet.version import __version__
 
 
-def exported_model(session: Session, state: MethodState, engine: Engine) -> Mapping[str, Tensor]:
-    """Return the whole model under its state-dict names, with the clients' averaged layers."""
-    return session.method.exported(state, average_local(session, state, engine))
+def exported_model(
+    session: Session, state: MethodState, engine: Engine, record: Record | None = None
+) -> Mapping[str, Tensor]:
+    """Return the whole model under its state-dict names, with the clients' averaged layers.
+
+    Clients whose layers cannot be used are noted in `record`.
+    """
+    return session.method.exported(state, average_local(session, state, engine, record))
 
 
-def average_local(session: Session, state: MethodState, engine: Engine) -> Mapping[str, Tensor]:
-    """Return one set of norm layers: the mean, weighted by shard size, over the clients that have trained them."""
-    timeline = session.method.timeline(state)
+def average_local(
+    session: Session, state: MethodState, engine: Engine, record: Record | None = None
+) -> Mapping[str, Tensor]:
+    """Return one set of norm layers: those of the clients that have trained some, joined by the run's rule."""
+    notes: Record = {} if record is None else record
+    timeline, aggregator = session.method.timeline(state), session.world.aggregator
     cohorts = map(session.world.clients.cohort, range(1, state.round + 1))
     tasks = [
         Report(round=state.round, client=client, seed=session.config.seed, timeline=timeline, wants_local=True)
         for client in sorted({client for cohort in cohorts for client in cohort})
     ]
-    answers = (answer for answer in in_order(tasks, engine, Reported) if _sound_layers(session.initial_local, answer))
-    return session.world.aggregator.join(session.initial_local, ((answer.weight, answer.local) for answer in answers))
+    known = session.method.exported_layers(session.initial_local)
+
+    def sound(answer: Reported) -> bool:
+        reason = _layers_fault(known, answer)
+        if reason:
+            reject(notes, {answer.client: reason})
+        return reason is None
+
+    answers = believed(filter(sound, in_order(tasks, engine, Reported)), aggregator.sizes, notes)
+    return aggregator.join(session.initial_local, ((answer.weight, answer.local) for answer in answers))
 
 
-def _sound_layers(known: Mapping[str, Tensor], answer: Reported) -> bool:
-    """Whether a client's own layers may enter the average: they are the model's, and finite."""
-
-    def fits(name: str, value: Tensor) -> bool:
-        own = known.get(name.removeprefix(ADVERSARIAL))
-        return own is not None and value.shape == own.shape and bool(torch.isfinite(value.to(own.dtype)).all())
-
-    sound = answer.weight > 0 and weight_fault(answer.weight) is None
-    return sound and all(fits(name, value) for name, value in answer.local.items())
+def _layers_fault(known: Mapping[str, Tensor], answer: Reported) -> str | None:
+    """Return why a client's own layers cannot enter the average: they must be layers that the model has."""
+    if answer.weight == 0 or weight_fault(answer.weight):
+        return f"its weight is {answer.weight}"
+    foreign = answer.local.keys() - known.keys()
+    if foreign:
+        return f"it sent layers that the model does not have: {some_names(foreign)}"
+    return tensor_fault(known, answer.local)
 
 
 def write_model(run: Run, path: Path) -> None:

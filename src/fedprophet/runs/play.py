@@ -134,8 +134,9 @@ def _finish(run: Run, observer: Observer) -> None:
     engine = WatchedEngine(run.session.engine, observer.task_done)
     try:
         # Clients are asked for their layers only once: over a network these are large.
-        whole = exported_model(run.session, run.state, engine)
-        summary = closing_summary(run, engine, whole)
+        record: Record = {}
+        whole = exported_model(run.session, run.state, engine, record)
+        summary = closing_summary(run, engine, whole, record)
         write_tensors(run, whole, run.files.model)
         write_json(run.files.results, summary)
     except KeyboardInterrupt:

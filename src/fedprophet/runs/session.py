@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ from fedprophet.methods.world import Architecture, World
 from fedprophet.models.normalize import Normalize
 from fedprophet.models.weights import load_weights
 from fedprophet.randomness import global_rng
-from fedprophet.server.coordinator import Engine
+from fedprophet.server.coordinator import Engine, RemoteEngine
 from fedprophet.settings.values import CUSTOM
 from fedprophet.sizes import parse_budget
 
@@ -90,13 +90,16 @@ def assemble(
         layers, features = ClientStore(clients, LAYERS_MEMORY), FeatureCache(CACHE_MEMORY, CACHE_DISK)
         side = assemble_client(config, dataset, features, layers, model)
         world, budget = _world(config, dataset, side)
+        made = engine(EngineParts(side.population, side.workspaces, budget, resolved, dataset, clients))
+        if not isinstance(made, RemoteEngine) or not made.remote:
+            world = replace(world, sizes=side.population.samples)
         return Session(
             config=config,
             dataset=dataset,
             population=side.population,
             world=world,
             method=METHODS[config.method].method(world),
-            engine=engine(EngineParts(side.population, side.workspaces, budget, resolved, dataset, clients)),
+            engine=made,
             engine_name=chosen_engine(resolved),
             layers=layers,
             features=features,

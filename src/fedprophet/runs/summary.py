@@ -15,13 +15,13 @@ from fedprophet.server.coordinator import Record
 from fedprophet.version import __version__
 
 
-def closing_summary(run: Run, engine: WatchedEngine, whole: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Evaluate a finished run's model and return what results.json says."""
+def closing_summary(run: Run, engine: WatchedEngine, whole: Mapping[str, Tensor], record: Record) -> dict[str, Any]:
+    """Evaluate a finished run's model and return what results.json says; `record` is of its making."""
     session, state = run.session, run.state
     attacks = ("clean", f"pgd{session.config.evaluate.steps}")
     records = Journal(run.files.journal).read()
     accuracies = cells(Evaluator(session, state, whole, engine).measure(attacks))
-    moved, closing_account = moved_bytes(records), engine.account()
+    moved, closing_account = moved_bytes(records), {**record, **engine.account()}
     return {
         "version": __version__,
         "method": session.config.method,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fedprophet.messages.answers import Evaluated
+from fedprophet.server.aggregate import Aggregator
 from fedprophet.server.coordinator import Record
 from fedprophet.server.rejections import LARGEST_COUNT, sound_answers, weight_fault
 
@@ -35,23 +36,21 @@ class Estimate:
     interval: Interval
 
 
-def note_accuracy(answers: Sequence[Evaluated], asked: int, record: Record) -> Accuracy | None:
-    """Return the personalised accuracy of a round and note it; None where missing answers leave no sample."""
+def note_accuracy(answers: Sequence[Evaluated], asked: int, aggregator: Aggregator, record: Record) -> Accuracy | None:
+    """Return the personalised accuracy of a round and note it; None where missing answers leave no sample.
+
+    It is that of each client on its own held-out samples, joined by the run's rule: under the mean, as in the paper,
+    weighted by shard size. A client without held-out samples has no accuracy and does not count.
+    """
     sound = sound_answers(answers, evaluation_fault, record)
-    accuracy = personalised(sound)
-    if not accuracy.samples and len(sound) < asked:
+    counted = aggregator.believed([answer for answer in sound if answer.samples > 0 and answer.weight > 0], record)
+    if not counted and len(sound) < asked:
         return None
+    shares = [(each.weight, (each.clean / each.samples, each.adversarial / each.samples)) for each in counted]
+    clean, adversarial = aggregator.join_numbers(shares) if shares else (0.0, 0.0)
+    accuracy = Accuracy(clean, adversarial, sum(answer.samples for answer in counted))
     record |= {"clean": accuracy.clean, "adversarial": accuracy.adversarial, "samples": accuracy.samples}
     return accuracy
-
-
-def personalised(answers: Sequence[Evaluated]) -> Accuracy:
-    """Return the mean, weighted by shard size, of each client's accuracy on its own held-out samples.
-
-    A client without held-out samples has no accuracy and does not count. With one answer this is its plain accuracy.
-    """
-    clean, adversarial = personalised_estimate(answers, "clean"), personalised_estimate(answers, "adversarial")
-    return Accuracy(clean.accuracy, adversarial.accuracy, clean.samples)
 
 
 def personalised_estimate(answers: Sequence[Evaluated], inputs: InputKind) -> Estimate:
@@ -109,4 +108,6 @@ def evaluation_fault(answer: Evaluated) -> str | None:
     for name, right in (("clean", answer.clean), ("adversarial", answer.adversarial)):
         if not 0 <= right <= samples:
             return f"its evaluation has {right} of {samples} samples right ({name})"
+    if any(not 0 <= count <= samples for count in answer.broken.values()):
+        return f"its attack broke {max(answer.broken.values(), key=abs)} of {samples} samples"
     return None

@@ -3,20 +3,25 @@
 `Aggregator.aggregate` is all of it, top to bottom. The average itself is a rule, one file each in `server.rules`.
 """
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from fedprophet.messages.answers import Trained
+from fedprophet.messages.answers import Answer, Trained
 from fedprophet.messages.tasks import Train
 from fedprophet.server.coordinator import Record
-from fedprophet.server.rejections import reject, some_names, weight_fault
+from fedprophet.server.plausibility import implausible_updates
+from fedprophet.server.rejections import number_fault, reject, some_names, weight_fault
 from fedprophet.server.rules.mean import MEAN_OF_CLIENTS, partial_average
 from fedprophet.server.rules.registry import Join, Parameters
+from fedprophet.server.weights import Sizes, believed, no_sizes
 
+A = TypeVar("A", bound=Answer)
+NEVER_NEGATIVE = ("running_var", "num_batches_tracked")
+"""What norm layers keep that cannot be below zero, by the last part of its name."""
 ExpectedLayers = Callable[[Train], Parameters]
 """Returns the client's own layers that must come with a task's update: tensors of the expected shapes and types."""
 Usable = Sequence[tuple[Train, Trained]]
@@ -25,14 +30,17 @@ Usable = Sequence[tuple[Train, Trained]]
 
 @dataclass(frozen=True)
 class Aggregator:
-    """How a run joins updates: by which rule, and only where at least `minimum` of a round can be used.
+    """How a run joins what clients send: by which rule, and from how many usable updates of a round on (`minimum`).
 
-    `averaged` says in words what the rule makes of clients' norm layers.
+    `averaged` says in words what the rule makes of clients' norm layers; `numbers` is the rule for single numbers;
+    `sizes` are those of the shards, as far as the server knows them.
     """
 
     join: Join = partial_average
     minimum: int = 1
     averaged: str = MEAN_OF_CLIENTS
+    numbers: Join | None = None
+    sizes: Sizes = no_sizes
 
     @property
     def is_mean(self) -> bool:
@@ -50,6 +58,16 @@ class Aggregator:
         """Return the parameters after updates that can be used."""
         return self.join(current, [(update.weight, update.parameters) for _, update in usable])
 
+    def join_numbers(self, claims: Sequence[tuple[float, Sequence[float]]]) -> tuple[float, ...]:
+        """Join numbers that clients claim, each client's with its weight, as if they were updates of their median."""
+        sent = [(weight, {"": torch.tensor(numbers, dtype=torch.float64)}) for weight, numbers in claims]
+        median = torch.stack([numbers[""] for _, numbers in sent]).median(dim=0).values
+        return tuple((self.numbers or self.join)({"": median}, sent)[""].tolist())
+
+    def believed(self, answers: Sequence[A], record: Record) -> list[A]:
+        """Return answers with weights that can be believed."""
+        return list(believed(answers, self.sizes, record))
+
     def usable(
         self,
         tasks: Sequence[Train],
@@ -58,9 +76,13 @@ class Aggregator:
         expected: ExpectedLayers = lambda task: {},
     ) -> Usable:
         """Return the updates that can be joined, none where they are too few; note the others and the mean loss."""
-        usable, rejected = split_usable(tasks, updates, expected)
+        sound, rejected = split_usable(tasks, updates, expected)
+        rejected |= implausible_updates(sound)
         reject(record, rejected)
-        record["loss"] = weighted_mean([(update.weight, update.loss) for _, update in usable]) if usable else None
+        sound = [pair for pair in sound if pair[1].client not in rejected]
+        weighed = self.believed([update for _, update in sound], record)
+        usable = [(task, update) for (task, _), update in zip(sound, weighed, strict=True)]
+        record["loss"] = self.join_numbers([(u.weight, (u.loss,)) for u in weighed])[0] if usable else None
         if len(usable) >= self.minimum:
             return usable
         if self.minimum > 1:
@@ -88,8 +110,8 @@ def split_usable(
 
 def update_fault(task: Train, update: Trained, layers: Parameters) -> str | None:
     """Return why an update cannot be joined, or None where it can; `layers` are the client's own that it must send."""
-    if not math.isfinite(update.loss):  # a client says with its loss whether its training diverged
-        return f"its loss is {update.loss}"
+    if reason := number_fault("loss", update.loss):  # a client says with its loss whether its training diverged
+        return reason
     if update.weight == 0 or weight_fault(update.weight):
         return f"its weight is {update.weight}"
     foreign, lacking = set(update.parameters) - set(task.parameters), set(task.parameters) - set(update.parameters)
@@ -100,11 +122,11 @@ def update_fault(task: Train, update: Trained, layers: Parameters) -> str | None
     missing = set(layers) - set(update.local)
     if missing:
         return f"it did not send layers of its own that were asked for: {some_names(missing)}"
-    return _tensor_fault({**layers, **task.parameters}, {**update.local, **update.parameters})
+    return tensor_fault({**layers, **task.parameters}, {**update.local, **update.parameters})
 
 
-def _tensor_fault(asked: Parameters, sent: Parameters) -> str | None:
-    """Return which tensor has another shape or type than was asked for, or is not finite."""
+def tensor_fault(asked: Parameters, sent: Parameters) -> str | None:
+    """Return which tensor has another shape or type than was asked for, is not finite, or is a negative variance."""
     pairs = [(name, value, asked[name]) for name, value in sent.items() if name in asked]
     for name, value, like in pairs:
         if value.shape != like.shape:
@@ -114,25 +136,23 @@ def _tensor_fault(asked: Parameters, sent: Parameters) -> str | None:
     # What is finite in a wider type need not be in the model's, which the average is written in.
     written = {**sent, **{name: value.to(like.dtype) for name, value, like in pairs}}
     if all_finite(written.values()):
-        return None
+        counted = {name: value for name, value in written.items() if name.rpartition(".")[2] in NEVER_NEGATIVE}
+        if _all(value >= 0 for value in counted.values()):
+            return None
+        return f"{next(name for name, value in counted.items() if not _all([value >= 0]))} is negative"
     name = next(name for name, value in written.items() if not all_finite([value]))
     too_large = " in the model's type" if all_finite([sent[name]]) else ""
     return f"{name} is not finite{too_large}"
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether no number is infinite or NaN. A GPU is asked once for all tensors that it has: each answer is a wait."""
+    """Whether no number is infinite or NaN."""
+    return _all(map(torch.isfinite, tensors))
+
+
+def _all(truths: Iterable[Tensor]) -> bool:
+    """Whether all entries are true. A GPU is asked once for all tensors that it has: each answer is a wait."""
     flags: dict[torch.device, list[Tensor]] = {}
-    for tensor in tensors:
-        flags.setdefault(tensor.device, []).append(torch.isfinite(tensor).all())
+    for truth in truths:
+        flags.setdefault(truth.device, []).append(truth.all())
     return all(bool(torch.stack(found).all()) for found in flags.values())
-
-
-def weighted_mean(values: Sequence[tuple[float, float]]) -> float:
-    """Return the mean of numbers, each given with its weight."""
-    total = sum(weight for weight, _ in values)
-    mean = sum(weight * value for weight, value in values) / total
-    if math.isfinite(mean):
-        return mean
-    # The mean of finite numbers is finite, though their sum may not be.
-    return sum(weight / total * value for weight, value in values)

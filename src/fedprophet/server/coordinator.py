@@ -36,6 +36,14 @@ class Accountant(Protocol):
     def account(self) -> Record: ...
 
 
+@runtime_checkable
+class RemoteEngine(Protocol):
+    """An engine that may be `remote`: its clients are on machines of their own, with data that only they know."""
+
+    @property
+    def remote(self) -> bool: ...
+
+
 def play_round(conversation: Conversation[tuple[T, Record]], engine: Engine) -> tuple[T, Record]:
     """Play a method's round on an engine and return its new state and its line for the journal.
 

@@ -8,6 +8,8 @@ from fedprophet.server.coordinator import Record
 
 LARGEST_COUNT = 2.0**53
 """Up to here a float holds every whole number. No client has more samples, and sums over clients stay finite."""
+LARGEST_NUMBER = 1e30
+"""No loss or perturbation is larger. Weighted sums over clients stay finite, and so does what follows from them."""
 LONGEST_REASON, LONGEST_NAME, NAMES_SHOWN = 500, 60, 5
 A = TypeVar("A", bound=Answer)
 
@@ -30,6 +32,11 @@ def sound_answers(answers: Sequence[A], fault: Callable[[A], str | None], record
 def weight_fault(weight: float) -> str | None:
     """Return why a weight, the size of a client's shard, is impossible; an empty shard has the weight 0."""
     return None if 0 <= weight <= LARGEST_COUNT else f"its weight is {weight}"
+
+
+def number_fault(name: str, number: float, least: float = -LARGEST_NUMBER) -> str | None:
+    """Return why a number that a client has computed is impossible."""
+    return None if least <= number <= LARGEST_NUMBER else f"its {name} is {number}"
 
 
 def some_names(names: Iterable[str]) -> str:

@@ -19,6 +19,6 @@ def _fault(report: Reported) -> str | None:
     found = report.resources
     if found is None:
         return None
-    # A device that does less than one operation a second would take a time that no float holds.
-    possible = all(1 <= rate < math.inf for rate in (found.performance, found.bandwidth))
-    return None if possible and 0 <= found.memory <= LARGEST_COUNT else f"it reported {found}"
+    # With nothing free, or less than one operation a second, training would take a time that no float holds.
+    possible = all(1 <= number < math.inf for number in (found.performance, found.bandwidth))
+    return None if possible and 1 <= found.memory <= LARGEST_COUNT else f"it reported {found}"

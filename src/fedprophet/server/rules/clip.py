@@ -20,11 +20,17 @@ class ClipSettings(Section):
     )
 
 
+def clip_numbers(current: Parameters, updates: Iterable[Update]) -> dict[str, Tensor]:
+    """Let no number count as further from the current one than their median distance: `clip.norm` is for updates."""
+    return join_each(current, updates, clipped_mean)
+
+
 @rule(
     "clip",
     "the mean of updates that are cut to a largest l2 norm",
     averaged=f"{MEAN_OF_CLIENTS}, of layers clipped to the median distance from their start",
     settings=ClipSettings,
+    numbers=clip_numbers,
 )
 def clip(current: Parameters, updates: Iterable[Update], settings: ClipSettings) -> dict[str, Tensor]:
     """Scale each update to a norm of at most c, then average.

@@ -19,12 +19,16 @@ F = TypeVar("F", bound=Callable[..., dict[str, Tensor]])
 
 @dataclass(frozen=True)
 class RuleEntry:
-    """A rule and its line in the listing. `averaged` says what norm layers an exported model has under the rule."""
+    """A rule and its line in the listing. `averaged` says what norm layers an exported model has under the rule.
+
+    `numbers` joins single numbers that clients claim, such as accuracies, where the rule itself cannot.
+    """
 
     function: Callable[..., dict[str, Tensor]]
     help: str
     averaged: str
     settings: type[Section] | None = None
+    numbers: Join | None = None
 
     def configured(self, read: Callable[[type[Section]], Any]) -> Join:
         """Return the rule with its settings, which `read` returns for their class."""
@@ -35,11 +39,13 @@ RULES: dict[str, RuleEntry] = {}
 """Every rule by its name in the configuration."""
 
 
-def rule(name: str, help: str, *, averaged: str, settings: type[Section] | None = None) -> Callable[[F], F]:
+def rule(
+    name: str, help: str, *, averaged: str, settings: type[Section] | None = None, numbers: Join | None = None
+) -> Callable[[F], F]:
     """Make a function a rule. Where it has `settings`, it is called with them by that name."""
 
     def register(function: F) -> F:
-        RULES[name] = RuleEntry(function, help, averaged, settings)
+        RULES[name] = RuleEntry(function, help, averaged, settings, numbers)
         return function
 
     return register

@@ -1,0 +1,62 @@
+"""Updates that are out of all proportion: no client that trains as it was asked to sends them, whatever its data.
+
+Rules of aggregation limit what an update can do; these limits are for what no rule should have to deal with. A number
+of 3·10³⁸ is finite, but nothing that is computed with it stays so.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from fedprophet.messages.answers import Trained
+from fedprophet.messages.tasks import Train
+from fedprophet.server.rules.registry import Parameters
+
+MOST_TIMES = 100.0
+"""By this factor a client's number may differ from the median of all clients'."""
+MOST_MOVED = 1000.0
+"""By this many times the size of the parameters, or of 1, an update may move them."""
+MAJORITY = 3
+"""Among this many clients, one can be told from the others."""
+
+
+def implausible_updates(usable: Sequence[tuple[Train, Trained]]) -> dict[int, str]:
+    """Return the clients whose update is far too large, each with the reason.
+
+    The size of an update is the root mean square of what it moves each parameter by, so that clients which train
+    more, or wider, modules than others can be compared with them.
+    """
+    reasons = {}
+    sizes = {update.client: _moved(task.parameters, update.parameters) for task, update in usable}
+    for task, update in usable:
+        whole, size = _size(task.parameters), sizes[update.client]
+        if not size <= MOST_MOVED * max(whole, 1.0):
+            reasons[update.client] = f"its update moves parameters of size {whole:.3g} by {size:.3g}"
+    left = {client: size for client, size in sizes.items() if client not in reasons}
+    return {**reasons, **{client: f"its update is {text}" for client, text in outliers(left, below=False).items()}}
+
+
+def outliers(numbers: Mapping[int, float], below: bool = True) -> dict[int, str]:
+    """Return the clients whose number is far above the median, or far `below` it; none where they are too few."""
+    median = statistics.median(numbers.values()) if len(numbers) >= MAJORITY else 0.0
+    if median <= 0:
+        return {}
+    return {
+        client: f"{number / median:.3g} times the median of all clients'"
+        for client, number in numbers.items()
+        if number > MOST_TIMES * median or (below and number < median / MOST_TIMES)
+    }
+
+
+def _moved(given: Parameters, sent: Parameters) -> float:
+    return _size({name: value - given[name].to(value.device, value.dtype) for name, value in sent.items()})
+
+
+def _size(tensors: Parameters) -> float:
+    """Return the root mean square of all fractions. A GPU is asked once: each answer is a wait."""
+    fractions = [value.detach() for value in tensors.values() if value.is_floating_point()]
+    count = sum(value.numel() for value in fractions)
+    norms = [torch.linalg.vector_norm(value, dtype=torch.float64) for value in fractions]
+    return float(torch.linalg.vector_norm(torch.stack(norms))) / math.sqrt(count) if count else 0.0
