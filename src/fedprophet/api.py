@@ -46,10 +46,15 @@ def train(
 
 
 def resume(
-    path: str | Path, *, model: OwnModel = None, data: Dataset | None = None, observer: Observer | None = None
+    path: str | Path,
+    *,
+    model: OwnModel = None,
+    data: Dataset | None = None,
+    observer: Observer | None = None,
+    from_round: int | None = None,
 ) -> TrainedRun:
-    """Resume a run that was stopped; pass a model or data of your own again."""
-    return TrainedRun(Path(path), play(reopen(Path(path), model, data), observer))
+    """Resume a run that was stopped, or go back to the checkpoint of a round; pass a model or data of yours again."""
+    return TrainedRun(Path(path), play(reopen(Path(path), model, data, round=from_round), observer))
 
 
 def evaluate(

@@ -126,3 +126,14 @@ def test_a_public_set_larger_than_what_is_held_out_is_a_mistake(cli, tiny_flags,
         assert "distillation.public: " in error
         assert text in " ".join(error.split())
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_goes_back_to_the_checkpoint_of_a_round(cli, copied):
+    path = copied()
+    model = (path / "model.safetensors").read_bytes()
+    rounds = sorted(int(folder.name.removeprefix("round-")) for folder in (path / "checkpoints").iterdir())
+    (path / "model.safetensors").write_bytes(b"of later rounds")
+    assert cli("train", "--resume", "run", "--from-round", rounds[0], "--json").json["rounds"] == rounds[-1]
+    assert (path / "model.safetensors").read_bytes() == model
+    assert "there is no checkpoint of round 99" in cli("train", "--resume", "run", "--from-round", 99).error
+    assert "--from-round goes with --resume RUN" in cli("train", "--from-round", 1).error

@@ -129,6 +129,7 @@ def test_an_override_that_is_not_text_is_refused() -> None:
         ("propagation.temperature=0", "0", "a number above 0"),
         ("flower.deadline=0", "0", "a number above 0"),
         ("aggregate.minimum=0", "0", "a whole number of at least 1"),
+        ("aggregate.sizes=[-1]", "[-1]", "a list of counts"),
         ("flower.updates=float16", '"float16"', '"float32", "bfloat16"'),
         ("flower.cache=big", '"big"', 'a size such as "2GB"'),
         ("flower.cache=25%", '"25%"', 'a size such as "2GB"'),
@@ -244,6 +245,7 @@ def test_all_errors_are_listed_one_a_line(tmp_path: Path) -> None:
         (["rounds=9", "train.warmup=4", "convergence.gate=5"], "convergence.gate: given 5", "train.warmup = 5"),
         (["perturbation.floor=0.6"], "perturbation.floor: given 0.6", "perturbation.start = 0.5"),
         (["population.cohort=4", "aggregate.minimum=5"], "aggregate.minimum: given 5", "population.cohort = 4"),
+        (["population.clients=5", "aggregate.sizes=[3, 4]"], "aggregate.sizes: given [3, 4]", "population.clients = 5"),
         (["aggregate.rule=trimmed-mean", "trimmed_mean.trim=0"], "trimmed_mean.trim: given 0.0", "above 0"),
     ],
 )

@@ -109,6 +109,29 @@ def test_older_ones_are_removed(tmp_path: Path, keep: int, left: list[int]) -> N
     assert names(tmp_path) == [f"round-{number:06d}" for number in left]
 
 
+def test_the_one_that_training_has_gone_on_from_stays(tmp_path: Path) -> None:
+    """Rounds 4 to 7 had no usable update: those of round 3 were trained from the state after round 2."""
+    checkpoints = Checkpoints(tmp_path, CONFIG, 2)
+    for number in range(1, 4):
+        checkpoints.save(state_of(number), number, number - 1)
+    for number in range(4, 8):
+        checkpoints.save(state_of(number), number, 2)
+    assert names(tmp_path) == ["round-000002", "round-000006", "round-000007"]
+    assert checkpoints.newest(2) == 2
+    checkpoints.save(state_of(8), 8, 7)
+    assert names(tmp_path) == ["round-000007", "round-000008"]
+
+
+def test_the_checkpoint_of_a_round_can_be_asked_for(checkpoints: Checkpoints, folder: Path) -> None:
+    checkpoints.save(state_of(4), 4)
+    checkpoints.save(state_of(6), 6)
+    assert same(checkpoints.load(State, 4).state, state_of(4))
+    with pytest.raises(CheckpointError, match=r"no checkpoint of round 5 in .*; there are: 6, 4"):
+        checkpoints.load(State, 5)
+    checkpoints.drop_after(4)
+    assert names(folder) == ["round-000004"]
+
+
 def test_rounds_are_ordered_as_numbers(checkpoints: Checkpoints, folder: Path) -> None:
     checkpoints.save(state_of(999999), 999999)
     checkpoints.save(state_of(1000000), 1000000)

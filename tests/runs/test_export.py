@@ -38,8 +38,14 @@ def test_layers_that_cannot_be_averaged_do_not_enter_the_exported_model(trained,
         lambda local: {name: value * math.nan for name, value in local.items()},
         lambda local: {name: torch.ones(3) for name in local},
         lambda local: {**local, "foreign": torch.ones(3)},
+        # A second set of statistics is one of the method's own layers in FedRBN alone.
+        lambda local: {**local, **{f"adversarial.{name}": value for name, value in local.items()}},
+        lambda local: {n: v - 1e3 if n.endswith("running_var") else v for n, v in local.items()},
+        lambda local: {n: v - 10**6 if n.endswith("num_batches_tracked") else v for n, v in local.items()},
     ):
-        assert same_tensors(average_local(session, state, Tampered(session.engine, 2, spoil)), without)
+        found = average_local(session, state, Tampered(session.engine, 2, spoil), record := {})
+        assert same_tensors(found, without)
+        assert list(record["dropped"]) == ["2"]
 
 
 def test_norm_layers_of_the_exported_model_follow_the_rule_too(tiny, play_in_memory) -> None:

@@ -281,6 +281,44 @@ def test_three_rounds_in_a_row_without_an_update_stop_the_run(tiny, tmp_path, mo
     assert play(run)["rounds"] == 7
 
 
+def test_a_run_that_bad_updates_have_spoilt_goes_back_to_where_it_was_sound(tiny, tmp_path, monkeypatch, contents):
+    """In round 3 every client sends what looks good and ruins the model: from then on nobody can train it.
+
+    Both checkpoints that are kept have the ruined model; the one of round 2 is kept as well.
+    """
+    settings = {"method": "jfat", "rounds": 7, "train.iterations": 1, "attack.steps": 1}
+    settings |= {"evaluate.clients": 1, "evaluate.steps": 1, "evaluate.test_samples": 10}
+    path, real = tmp_path / "run", PlainEngine.map
+    play(start(tiny(settings), tmp_path / "undisturbed"))
+
+    def ruinous(self, tasks):
+        for answer in real(self, tasks):
+            if answer.kind == "train" and answer.round == 3:
+                answer = replace(answer, parameters={n: v + 500 for n, v in answer.parameters.items()})
+            if answer.kind == "train" and answer.round > 3:
+                answer = replace(answer, loss=float("nan"))
+            yield answer
+
+    monkeypatch.setattr(PlainEngine, "map", ruinous)
+    with pytest.raises(TrainingError, match=r"3 rounds in a row had no usable update") as failed:
+        play(start(tiny(settings), path))
+    assert str(failed.value).endswith(f"go back with: fedprophet train --resume {path} --from-round 2")
+    assert sorted(folder.name[-1] for folder in (path / "checkpoints").iterdir()) == ["2", "5", "6"]
+    monkeypatch.setattr(PlainEngine, "map", real)
+    with pytest.raises(CheckpointError, match="there is no checkpoint of round 3"):
+        reopen(path, round=3)
+    play(reopen(path, round=2))
+    assert contents(path) == contents(tmp_path / "undisturbed")
+
+
+def test_going_back_in_a_finished_run_makes_its_results_again(tiny, small, tmp_path, contents, undisturbed):
+    play(start(tiny({**small, "checkpoint.keep": 9}), tmp_path / "run"))
+    (tmp_path / "run" / "results.json").write_text("{}")
+    play(reopen(tmp_path / "run", round=2))
+    assert contents(tmp_path / "run") == undisturbed
+    assert json.loads((tmp_path / "run" / "results.json").read_text())["rounds"] > 2
+
+
 # An engine with accounts ---------------------------------------------------------------------------------------------
 
 

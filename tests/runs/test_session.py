@@ -184,3 +184,17 @@ def test_what_is_no_number_of_samples_is_refused_when_it_is_read(tiny, public) -
         ConfigError, match=r"^distillation\.public: given .*, allowed: a whole number of at least 1, or "
     ):
         tiny({**DISTIL, "distillation.public": public})
+
+
+# How much clients may count for.
+
+
+def test_the_server_of_a_simulation_knows_the_shards_and_that_of_real_devices_does_not(tiny) -> None:
+    class Devices:
+        remote = True
+
+    here, away = assemble(tiny()), assemble(tiny(), engine=lambda parts: Devices())
+    assert [here.world.aggregator.sizes(k) for k in range(6)] == [here.population.samples(k) for k in range(6)]
+    assert away.world.aggregator.sizes(0) is None
+    registered = assemble(tiny({"aggregate.sizes": [9, 8, 7, 6, 5, 4]}), engine=lambda parts: Devices())
+    assert [registered.world.aggregator.sizes(k) for k in range(6)] == [9, 8, 7, 6, 5, 4]

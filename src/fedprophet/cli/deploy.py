@@ -229,6 +229,9 @@ def _become(command: list[str], flower_home: Path, only_print: bool) -> None:
 def run(
     folder: Folder,
     resume: Annotated[bool, typer.Option("--resume", help="Resume a run that was stopped.")] = False,
+    from_round: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="With --resume: go back to the checkpoint of round N.")
+    ] = None,
     name: Annotated[
         str | None, typer.Option(help="The run's folder in DIR/runs. Default: a new one, or the last unfinished one.")
     ] = None,
@@ -247,13 +250,15 @@ def run(
     from fedprophet.deploy.control import connected
     from fedprophet.deploy.pilot import check_names
 
+    if from_round is not None and not resume:
+        raise ConfigError("--from-round goes with --resume: it says which of the run's checkpoints to go on from")
     check_names(load_config(pilot.config))
     out = launch.stopped_folder(pilot, name) if resume else launch.fresh_folder(pilot, name)
     with connected(pilot.file.here, pilot.authority) as control:
         for other in launch.unfinished_runs(control):
             text = f"Wait for its end, or end it: fedprophet deploy stop {pilot.path}"
             raise ConfigError(f"run {other.run_id} is still running in {other.out}. {text}")
-    run_id = launch.submit(pilot, out, resume)
+    run_id = launch.submit(pilot, out, resume, from_round)
     typer.echo(f"Run {run_id} writes to {out}", err=True)
     if not detach:
         _follow(pilot, run_id, out)

@@ -24,6 +24,9 @@ def train_command(
     engine: Annotated[str | None, typer.Option(help=f"Short for --set engine=…: {', '.join(engines())}.")] = None,
     out: Annotated[Path | None, typer.Option(help="The run's folder. Default: runs/NAME here.")] = None,
     resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Resume a run that was stopped.")] = None,
+    from_round: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="With --resume: go back to the checkpoint of round N.")
+    ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the closing summary as JSON.")] = False,
 ) -> None:
     """Train a robust model on a fleet of clients with little memory.
@@ -44,7 +47,7 @@ def train_command(
     """
     # SIGTERM is treated like Ctrl-C: a checkpoint is written before the process ends.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    run = _open(preset, with_method(settings, method=method, engine=engine), out, resume)
+    run = _open(preset, with_method(settings, method=method, engine=engine), out, resume, from_round)
     with observer_for(Console(stderr=json_)) as observer:
         results = play(run, observer)
     if json_:
@@ -53,11 +56,16 @@ def train_command(
         show_results(results, run.files.path, Console())
 
 
-def _open(preset: str | None, overrides: list[str], out: Path | None, resume: Path | None) -> Run:
+def _open(
+    preset: str | None, overrides: list[str], out: Path | None, resume: Path | None, from_round: int | None
+) -> Run:
+    if resume is None and from_round is not None:
+        raise ConfigError("--from-round goes with --resume RUN: it says which of the run's checkpoints to go on from")
     if resume is None:
         return start(load_config(preset, overrides), out)
     if preset is not None or overrides or out is not None:
         raise ConfigError(
-            "--resume continues a run exactly as it was started: leave out the preset and all other options but --json"
+            "--resume continues a run exactly as it was started: leave out the preset and all other options but "
+            "--from-round and --json"
         )
-    return reopen(resume)
+    return reopen(resume, round=from_round)

@@ -57,11 +57,16 @@ def unfinished_runs(control: Control) -> list[RunState]:
     return [run for run in control.runs() if not run.over]
 
 
-def submit(pilot: Pilot, out: Path, resume: bool) -> int:
-    """Give a run to the server; return its number there."""
+def submit(pilot: Pilot, out: Path, resume: bool, from_round: int | None = None) -> int:
+    """Give a run to the server; return its number there. A run is resumed from its newest checkpoint by default."""
     write_connection(pilot)
     settings = pilot.path / "server" / "run.toml"
-    table: dict[str, object] = {"config": str(pilot.config), "out": str(out), "resume": resume}
+    table: dict[str, object] = {
+        "config": str(pilot.config),
+        "out": str(out),
+        "resume": resume,
+        "from-round": from_round or 0,
+    }
     write_atomic(settings, tomlkit.dumps(table).encode())
     command = ["flwr", "run", str(pilot.path / "app"), CONNECTION, "--run-config", str(settings), "--format", "json"]
     done = subprocess.run(command, env=environment(pilot.flower), capture_output=True, text=True, check=False)

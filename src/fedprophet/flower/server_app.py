@@ -1,7 +1,8 @@
 """The ServerApp: a run on the nodes that Flower connects, simulated or real.
 
 The run config says which run: `config` (a preset or the path of a TOML file on the server), `overrides` (KEY=VALUE,
-separated by blanks), `out` (the run's folder) and `resume` (true: go on with the run in that folder).
+separated by blanks), `out` (the run's folder), `resume` (true: go on with the run in that folder) and `from-round` (the
+checkpoint to go on from; 0 is the newest).
 """
 
 import logging
@@ -68,11 +69,16 @@ def open_run(given: Mapping[str, Any], engine: EngineMaker, simulated: bool) -> 
     resume = given.get("resume", False)
     if not isinstance(resume, bool):
         raise ConfigError(f"the run config has resume = {resume!r}. Allowed: true or false")
+    back = given.get("from-round", 0)
+    if type(back) is not int or back < 0 or (back and not resume):
+        raise ConfigError(
+            f"the run config has from-round = {back!r}. Allowed: a checkpoint's round, with resume = true"
+        )
     out = Path(text["out"]).expanduser() if text["out"] else None
     if resume:
         if out is None:
             raise ConfigError("resume = true needs the run's folder: give it as out")
-        return reopen(out, engine=engine)
+        return reopen(out, engine=engine, round=back or None)
     try:
         overrides = shlex.split(text["overrides"])
     except ValueError as error:

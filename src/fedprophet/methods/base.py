@@ -32,6 +32,14 @@ class MethodState:
     best: Best | None = None
     discarded: tuple[tuple[int, int], ...] = ()
 
+    @property
+    def proven(self) -> int:
+        """The round whose state the last usable updates were trained from: a model that is certainly sound.
+
+        The state that was made of them may not be, since bad updates can look good. Only the next round tells.
+        """
+        return max(0, self.round - self.failures - 1)
+
 
 @dataclass(frozen=True)
 class Shown:
@@ -112,7 +120,7 @@ class Method(ABC, Generic[S]):
     def timeline(self, state: S) -> Timeline:
         """Return which versions of the clients' own layers count; a resume may go back as far as checkpoints do."""
         checkpoint = self.world.config.checkpoint
-        floor = state.round - checkpoint.keep * checkpoint.every
+        floor = min(state.round - checkpoint.keep * checkpoint.every, state.proven - checkpoint.every)
         return Timeline(state.discarded, min(floor, state.best.round if state.best else floor))
 
     # What the rounds of all methods are made of.

@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -60,8 +60,11 @@ class Checkpoints:
         """Whether there is a checkpoint at all, usable or not."""
         return bool(self._folders())
 
-    def save(self, state: object, round: int) -> None:
-        """Write the state after a round. Older checkpoints are removed only once this one is on the disk."""
+    def save(self, state: object, round: int, proven: int | None = None) -> None:
+        """Write the state after a round. Older checkpoints are removed only once this one is on the disk.
+
+        The newest one up to the round `proven`, from which training has certainly gone on, always stays.
+        """
         folder = self._directory / f"round-{round:06d}"
         contents = self._contents(state, round)
         try:
@@ -72,12 +75,16 @@ class Checkpoints:
             with suppress(OSError):
                 self._tidy()
             raise CheckpointError(self._failure(folder, error)) from error
-        self._prune(round)
+        self._prune(round, round if proven is None else proven)
 
-    def load(self, kind: type[S]) -> Loaded[S]:
-        """Return the newest whole state of this configuration; CheckpointError if there is none."""
+    def load(self, kind: type[S], round: int | None = None) -> Loaded[S]:
+        """Return the newest whole state of this configuration, or that of a round; CheckpointError if there is none."""
         reasons: list[str] = []
-        for number, folder in self._folders().items():
+        folders = self._folders()
+        if round is not None and round not in folders:
+            known = ", ".join(map(str, folders)) or "none"
+            raise CheckpointError(f"there is no checkpoint of round {round} in {self._directory}; there are: {known}")
+        for number, folder in folders.items() if round is None else [(round, folders[round])]:
             try:
                 document = self._read_document(folder)
                 state = _read_state(kind, folder, document)
@@ -169,10 +176,23 @@ class Checkpoints:
             elif path.suffix in (".tmp", ".old"):
                 shutil.rmtree(path, ignore_errors=True)
 
-    def _prune(self, round: int) -> None:
-        """Remove all but the newest checkpoints up to this round. They are renamed first: none is ever half there."""
-        for old in [number for number in self._folders() if number <= round][self._keep :]:
-            folder = self._directory / f"round-{old:06d}"
+    def drop_after(self, round: int) -> None:
+        """Remove the checkpoints of later rounds, which are played again."""
+        self._remove(number for number in self._folders() if number > round)
+
+    def newest(self, round: int) -> int | None:
+        """Return the newest checkpoint up to a round, usable or not."""
+        return next((number for number in self._folders() if number <= round), None)
+
+    def _prune(self, round: int, proven: int) -> None:
+        """Remove all but the newest checkpoints up to this round, and the proven one."""
+        old = [number for number in self._folders() if number <= round][self._keep :]
+        self._remove(number for number in old if number != self.newest(proven))
+
+    def _remove(self, rounds: Iterable[int]) -> None:
+        """Remove checkpoints. They are renamed first: none is ever half there."""
+        for number in list(rounds):
+            folder = self._directory / f"round-{number:06d}"
             with suppress(OSError):
                 shutil.rmtree(folder.rename(folder.with_suffix(".tmp")), ignore_errors=True)
 

@@ -19,7 +19,7 @@ from fedprophet.runs.observer import Observer
 from fedprophet.runs.run import Run, RunStoppedError, checkpoints_of
 from fedprophet.runs.summary import closing_summary, faulty_clients
 from fedprophet.server.coordinator import Record, play_round
-from fedprophet.storage.files import write_json
+from fedprophet.storage.files import how_to_resume, write_json
 from fedprophet.storage.locks import folder_lock
 
 FAILURES_ALLOWED = 3
@@ -79,6 +79,7 @@ def _play_rounds(run: Run, observer: Observer) -> MethodState:
     journal.truncate(run.state.round)
     timings.truncate(run.state.round)
     keeper = _Keeper(run)
+    keeper.forget_after(run.state, method.finished(run.state))
     state = run.state
     try:
         while not method.finished(state):
@@ -91,7 +92,7 @@ def _play_rounds(run: Run, observer: Observer) -> MethodState:
             state = played  # only now: a Ctrl-C before must not save a state whose journal line is missing
             observer.round_done(record, seconds)
             if state.failures >= FAILURES_ALLOWED:
-                raise _failing(state, path, record)
+                raise _failing(state, path, record, keeper.proven(state))
             if method.finished(state) or state.round % run.session.config.checkpoint.every == 0:
                 keeper.save(state)
     except TrainingError:
@@ -107,25 +108,37 @@ class _Keeper:
     """Writes checkpoints: the clients' layers first, then the state that refers to them."""
 
     def __init__(self, run: Run) -> None:
-        self._layers, self._checkpoints = run.session.layers, checkpoints_of(run.files, run.session)
+        self._files, self._layers = run.files, run.session.layers
+        self._checkpoints = checkpoints_of(run.files, run.session)
         self._saved = run.state.round
+
+    def forget_after(self, state: MethodState, finished: bool) -> None:
+        """Remove what later rounds left, which are played again; what a finished run made is made again too."""
+        self._checkpoints.drop_after(state.round)
+        for file in () if finished else (self._files.results, self._files.model):
+            file.unlink(missing_ok=True)
+
+    def proven(self, state: MethodState) -> int | None:
+        """Return the checkpoint from which training has certainly gone on."""
+        return self._checkpoints.newest(state.proven)
 
     def save(self, state: MethodState) -> None:
         if state.round != self._saved:
             self._layers.flush()
-            self._checkpoints.save(state, state.round)
+            self._checkpoints.save(state, state.round, state.proven)
             self._saved = state.round
 
 
-def _failing(state: MethodState, path: Path, record: Record) -> TrainingError:
+def _failing(state: MethodState, path: Path, record: Record, proven: int | None) -> TrainingError:
     reasons = "; ".join(f"client {client}: {', '.join(why)}" for client, why in faulty_clients(record).items())
     if "too_few" in record:
         few = record["too_few"]
         reasons = f"{few['usable']} of at least {few['minimum']}" + (f"; {reasons}" if reasons else "")
+    back = "" if proven is None else f". If updates have spoilt the model, go back with: {how_to_resume(path, proven)}"
     return TrainingError(
         f"{state.failures} rounds in a row had no usable update ({reasons or 'no answers'}). The run is stopped "
         f"with its checkpoint of round {state.round} in {path}. A new run with a lower train.learning_rate usually "
-        f"helps. {resume_hint(path)}, which tries further rounds"
+        f"helps. {resume_hint(path)}, which tries further rounds{back}"
     )
 
 

@@ -77,16 +77,20 @@ def _expect_empty(files: RunFiles) -> None:
 
 
 def reopen(
-    path: Path, model: OwnModel = None, dataset: Dataset | None = None, engine: EngineMaker = make_engine
+    path: Path,
+    model: OwnModel = None,
+    dataset: Dataset | None = None,
+    engine: EngineMaker = make_engine,
+    round: int | None = None,
 ) -> Run:
-    """Open a run's folder at its newest whole checkpoint."""
+    """Open a run's folder at its newest whole checkpoint, or at that of a round."""
     _expect_run(path)
     if engine is make_engine and is_deployed(path):
         raise CheckpointError(
             f"the clients of the run in {path} are on other machines, and keep layers of their own there, so it "
             f"can only be resumed through Flower, on the machine where it was started. {resume_hint(path)}"
         )
-    return _opened(path, model, dataset, engine)
+    return _opened(path, model, dataset, engine, round)
 
 
 def open_to_read(path: Path, model: OwnModel = None, dataset: Dataset | None = None) -> Run:
@@ -110,11 +114,11 @@ def _expect_run(path: Path) -> None:
         raise CheckpointError(f"there is no run in {path}: it has no config.toml. Start one with: fedprophet train")
 
 
-def _opened(path: Path, model: OwnModel, dataset: Dataset | None, engine: EngineMaker) -> Run:
+def _opened(path: Path, model: OwnModel, dataset: Dataset | None, engine: EngineMaker, round: int | None = None) -> Run:
     files = RunFiles(path)
     session = assemble(load_config(files.config), files.clients, model, dataset, engine)
     checkpoints = checkpoints_of(files, session)
-    if not checkpoints.present():
+    if not checkpoints.present() and not round:
         return Run(files, session, session.method.initial(), session.notes)
-    state, _, notes = checkpoints.load(session.method.state)
+    state, _, notes = checkpoints.load(session.method.state, round)
     return Run(files, session, state, (*session.notes, *notes))

@@ -142,8 +142,9 @@ def is_deployed(run: Path) -> bool:
         raise CheckpointError(f"{file} is damaged. Put it back from a copy, or start the run anew") from None
 
 
-def how_to_resume(run: Path) -> str:
-    """Return the command that resumes a run, quoted for a shell."""
+def how_to_resume(run: Path, round: int | None = None) -> str:
+    """Return the command that resumes a run, quoted for a shell; with a `round`, from that one's checkpoint."""
+    back = "" if round is None else f" --from-round {round}"
     whole = run.absolute()
     pilot = whole.parent.parent
     try:
@@ -152,8 +153,8 @@ def how_to_resume(run: Path) -> str:
         deployed = True
     # A pilot's run has no identity before its first task; it is resumed through the pilot from the start.
     if whole.parent.name == "runs" and (pilot / PILOT).is_file() and (deployed or not (run / IDENTITY).exists()):
-        return f"fedprophet deploy run {shlex.quote(str(pilot))} --name {shlex.quote(whole.name)} --resume"
+        return f"fedprophet deploy run {shlex.quote(str(pilot))} --name {shlex.quote(whole.name)} --resume{back}"
     if deployed:
-        settings = f'out="{whole}" resume=true'
+        settings = f'out="{whole}" resume=true' + ("" if round is None else f" from-round={round}")
         return f"flwr run APP SERVER --run-config {shlex.quote(settings)}"
-    return f"fedprophet train --resume {shlex.quote(str(run))}"
+    return f"fedprophet train --resume {shlex.quote(str(run))}{back}"
