@@ -1,4 +1,4 @@
-"""One client lies about its numbers: it is left out or counts like the others, the round says so, and the run goes on."""
+"""A client that lies about its numbers is left out or counts like the others; the round says so, the run goes on."""
 
 import math
 from dataclasses import fields, replace
