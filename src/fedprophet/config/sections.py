@@ -152,5 +152,8 @@ class CheckpointSettings(Section):
 
     every: int = Field(default=1, ge=1, description="Rounds from one checkpoint to the next.")
     keep: int = Field(
-        default=2, ge=1, description="Checkpoints that are kept; with 2, a damaged one has a predecessor."
+        default=2,
+        ge=1,
+        description="Checkpoints that are kept; with 2, a damaged one has a predecessor. The newest that training "
+        "has gone on from is kept as well.",
     )
