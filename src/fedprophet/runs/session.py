@@ -96,7 +96,7 @@ def assemble(
             population=side.population,
             world=world,
             method=METHODS[config.method].method(world),
-            engine=engine(EngineParts(side.population, side.workspaces, budget, resolved, dataset, clients)),
+            engine=engine(EngineParts(side.population, side.workspaces, budget, resolved, dataset, layers)),
             engine_name=chosen_engine(resolved),
             layers=layers,
             features=features,
