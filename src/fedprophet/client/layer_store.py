@@ -70,12 +70,13 @@ class ClientStore:
             for client, versions in clients.items()
         }
         self._complete = True
-        here = {folder: _names(folder) for folder in {self._path(key).parent for key in self._digests}}
-        missing = [path for path in map(self._path, self._digests) if path.name not in here[path.parent]]
+        paths = [self._path(key) for key in self._digests]
+        here = {folder: _names(folder) for folder in {path.parent for path in paths}}
+        missing = [path for path in paths if path.name not in here[path.parent]]
         if missing:
             others = f" and {len(missing) - 1} other files" if len(missing) > 1 else ""
             raise CheckpointError(
-                f"missing: {min(missing)}{others}. Without the clients' layers the model would be another one. Put back "
+                f"missing: {min(missing)}{others}. Without the clients' layers the model would be another. Put back "
                 f"{self.directory} from a copy, or start the run anew"
             )
 
