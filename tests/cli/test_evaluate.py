@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from fedprophet import data, models
 from fedprophet.runs import evaluation
 from fedprophet.runs.play import play
-from fedprophet.runs.run import reopen, start
+from fedprophet.runs.run import checkpoints_of, reopen, start
 
 SETTINGS = {
     "rounds": 4,
@@ -256,8 +257,11 @@ def deployed(run, tmp_path):
     (tmp_path / "pilot" / "runs").mkdir(parents=True)
     (tmp_path / "pilot" / "deploy.toml").touch()
     path = run.rename(tmp_path / "pilot" / "runs" / "run-1")
+    simulated = reopen(path)
     (path / "flower.json").write_text('{"run": "ab", "deployed": true}')
     shutil.rmtree(path / "clients")
+    known = replace(simulated.contents, clients={}, flower=(path / "flower.json").read_text())
+    checkpoints_of(simulated.files, simulated.session).save(simulated.state, ROUNDS, known)
     return path
 
 

@@ -1,5 +1,7 @@
 import errno
+import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -7,9 +9,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fedprophet.client.layer_store import ClientStore
+from fedprophet.client.layer_store import ClientStore, LayerDigests
 from fedprophet.errors import CheckpointError
+from fedprophet.messages.modules import digest
 from fedprophet.messages.values import Timeline
+from fedprophet.storage.files import tensors_from_bytes, tensors_to_bytes
 
 ALL = Timeline()
 MANY = 10**9
@@ -327,3 +331,156 @@ def test_a_file_of_somebody_else_is_named(tmp_path: Path) -> None:
     save_file({"w": torch.zeros(1)}, path)
     with pytest.raises(CheckpointError, match="does not say which versions"):
         ClientStore(tmp_path, MANY).get("backbone", 1, ALL, 9)
+
+
+# Held against a checkpoint -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The files of two clients: 1 trained in rounds 3 and 5, 2 in round 4."""
+    store = ClientStore(tmp_path / "clients", MANY)
+    put(store, 1, 3, 5)
+    put(store, 2, 4)
+    store.flush()
+    return tmp_path / "clients"
+
+
+def file_of(folder: Path, client: int) -> Path:
+    return folder / f"backbone/0/{client}.safetensors"
+
+
+def known(folder: Path, round: int = 5) -> LayerDigests:
+    return ClientStore(folder, MANY).digests(round)
+
+
+def opened(folder: Path, digests: LayerDigests, memory: int = MANY) -> ClientStore:
+    store = ClientStore(folder, memory)
+    store.expect(digests)
+    return store
+
+
+def test_the_digests_are_those_of_the_layers_up_to_a_round(folder: Path) -> None:
+    expected = {1: {3: digest(layers(3)), 5: digest(layers(5))}, 2: {4: digest(layers(4))}}
+    assert known(folder) == {"backbone": expected}
+    assert known(folder, 4) == {"backbone": {1: {3: digest(layers(3))}, 2: {4: digest(layers(4))}}}
+    assert known(folder, 2) == {}
+    assert digest(layers(3)) != digest(layers(5))
+
+
+def test_the_digests_do_not_depend_on_the_order_of_work(tmp_path: Path) -> None:
+    tables = []
+    for clients in ((1, 2, 30), (30, 2, 1)):
+        store = ClientStore(None, 0)
+        for client in clients:
+            put(store, client, 3)
+        tables.append(json.dumps(store.digests(9)))
+    assert tables[0] == tables[1]
+
+
+def test_digests_follow_what_is_stored_and_dropped_without_reading(folder: Path) -> None:
+    store = opened(folder, known(folder))
+    put(store, 1, 9, timeline=Timeline(floor=8))
+    put(store, 3, 9)
+    store.flush()
+    file_of(folder, 2).write_bytes(b"not looked at")
+    digests = store.digests(9)["backbone"]
+    assert {client: list(versions) for client, versions in digests.items()} == {1: [5, 9], 2: [4], 3: [9]}
+    assert digests[3][9] == digest(layers(9))
+
+
+def test_all_is_as_expected(folder: Path) -> None:
+    store = opened(folder, known(folder))
+    assert (get(store, 1, 9), get(store, 1, 5), get(store, 2, 9), get(store, 3, 9)) == (5, 3, 4, None)
+
+
+def test_missing_files_are_named_at_once(folder: Path) -> None:
+    digests = known(folder)
+    file_of(folder, 2).unlink()
+    with pytest.raises(CheckpointError, match=f"missing: {file_of(folder, 2)}. .*Put back {folder} from a copy"):
+        opened(folder, digests)
+    shutil.rmtree(folder)
+    with pytest.raises(CheckpointError, match=f"missing: {file_of(folder, 1)} and 1 other files"):
+        opened(folder, digests)
+
+
+def test_an_older_copy_is_refused(folder: Path, tmp_path: Path) -> None:
+    older = ClientStore(tmp_path / "older", MANY)
+    put(older, 1, 3)
+    older.flush()
+    digests = known(folder)
+    shutil.copy(file_of(tmp_path / "older", 1), file_of(folder, 1))
+    store = opened(folder, digests)
+    with pytest.raises(CheckpointError, match=f"{file_of(folder, 1)} does not hold the layers .* client 1 .* round 5"):
+        get(store, 1, 9)
+    assert get(store, 1, 5) == 3, "what it does hold is right"
+
+
+def test_other_layers_in_a_sound_file_are_refused(folder: Path) -> None:
+    digests = known(folder)
+    store = ClientStore(folder, MANY)
+    store.put("backbone", 1, 5, layers(50), ALL)
+    store.flush()
+    with pytest.raises(CheckpointError, match=r"1\.safetensors does not hold the layers .* after round 5"):
+        get(opened(folder, digests), 1, 9)
+
+
+def test_a_flipped_bit_is_found_by_the_file_alone(folder: Path) -> None:
+    """A Flower node has no checkpoint: its file tells."""
+    path = file_of(folder, 1)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match=rf"{path} cannot be read: its layers of round \d are not those"):
+        get(ClientStore(folder, MANY), 1, 9)
+
+
+def test_files_of_earlier_versions_have_no_digests(folder: Path) -> None:
+    digests = known(folder)
+    path = file_of(folder, 1)
+    tensors = tensors_from_bytes(path.read_bytes())
+    path.write_bytes(tensors_to_bytes(tensors, {"versions": "3 5"}))
+    assert get(ClientStore(folder, MANY), 1, 9) == 5
+    assert known(folder) == digests
+
+
+def test_what_an_interrupted_run_left_is_ignored(folder: Path) -> None:
+    """A kill between a flush in round 5 and its checkpoint: that of round 3 is the newest."""
+    store = opened(folder, known(folder, 3))
+    assert (get(store, 1, 9), get(store, 2, 9)) == (3, None)
+    put(store, 2, 6)
+    store.flush()
+    assert versions(ClientStore(folder, MANY), 2) == [6]
+
+
+def test_a_version_that_was_dropped_is_missed_only_if_it_is_needed(folder: Path) -> None:
+    digests = known(folder)
+    later = ClientStore(folder, MANY)
+    put(later, 1, 8, timeline=Timeline(floor=6))
+    later.flush()
+    store = opened(folder, digests)
+    assert get(store, 1, 9) == 5
+    with pytest.raises(CheckpointError, match="after round 3"):
+        get(store, 1, 5)
+
+
+def test_what_left_memory_is_held_against_what_was_stored(folder: Path) -> None:
+    store = opened(folder, known(folder), memory=0)
+    put(store, 3, 6)
+    shutil.copy(file_of(folder, 2), file_of(folder, 3))
+    with pytest.raises(CheckpointError, match=r"3\.safetensors does not hold"):
+        get(store, 3, 9)
+
+
+def test_a_lent_file_is_checked_and_read_again(folder: Path) -> None:
+    """Another process works on client 1 and writes round 6, as an actor of a simulation does."""
+    store = opened(folder, known(folder))
+    store.lend("backbone", 1, ALL, 6)
+    other = ClientStore(folder, MANY)
+    put(other, 1, 6)
+    other.flush()
+    assert list(store.digests(6)["backbone"][1]) == [3, 5, 6]
+    assert get(store, 1, 9) == 6
+    path = file_of(folder, 1)
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    with pytest.raises(CheckpointError, match=str(path)):
+        opened(folder, store.digests(6)).lend("backbone", 1, ALL, 9)

@@ -13,7 +13,7 @@ from flwr.app import ConfigRecord, Error, RecordDict
 
 from fedprophet.engines import EngineParts
 from fedprophet.engines.plain import PlainEngine
-from fedprophet.errors import FedProphetError, TrainingError
+from fedprophet.errors import CheckpointError, FedProphetError, TrainingError
 from fedprophet.flower import protocol
 from fedprophet.flower.engine import FlowerEngine
 from fedprophet.flower.manifest import RunManifest
@@ -393,6 +393,18 @@ def test_look_can_end_the_waiting(connect):
     with pytest.raises(FedProphetError, match="dead"):
         list(engine.map([report(0)]))
     assert engine.busy
+
+
+def test_own_layers_are_looked_at_before_any_task_goes_out(connect):
+    def lend(task: Task) -> None:
+        if task.client == 2:
+            raise CheckpointError("the layers of client 2 are gone")
+
+    engine = connect(fleet(), lend=lend)
+    with pytest.raises(CheckpointError, match="client 2"):
+        list(engine.map([report(client) for client in CLIENTS]))
+    assert not engine.busy
+    assert clients_of(engine.map([report(0)])) == [0]
 
 
 def test_window_bounds_what_is_under_way(connect):

@@ -20,7 +20,7 @@ if importlib.util.find_spec("ray") is None:  # importing it here would let it re
     pytest.skip("Flower's simulation is not installed", allow_module_level=True)
 
 from fedprophet.data import load
-from fedprophet.errors import ConfigError, TrainingError
+from fedprophet.errors import CheckpointError, ConfigError, TrainingError
 from fedprophet.flower import simulation
 from fedprophet.flower.server_app import engine_on
 from fedprophet.flower.simulation import Simulation
@@ -99,8 +99,17 @@ def test_stopped_and_resumed_run_is_the_same(tiny, tmp_path, monkeypatch, capfd)
     with pytest.raises(RunStoppedError, match=r"stopped after round 1; nothing is lost.*--resume 'a run'"):
         play(run, StoppedIn(2))
     identity = Path("a run/flower.json").read_bytes()
+    stored = min(Path("a run/clients").rglob("*.safetensors"))
+    sound = stored.read_bytes()
+    stored.write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match=f"the stored layers in {stored} cannot be read"):
+        play(reopen(Path("a run")))
+    stored.write_bytes(sound)
     play(reopen(Path("a run")))
     assert content(Path("a run")) == content(Path("plain"))
+    known = [reopen(Path(name)).contents for name in ("a run", "plain")]
+    assert known[0].clients == known[1].clients, "the server looks at what the actors have written"
+    assert known[0].clients
     assert Path("a run/flower.json").read_bytes() == identity
     assert json.loads(identity)["deployed"] is False
     # Nothing reached the terminal, and nothing is left behind.

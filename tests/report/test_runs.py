@@ -203,6 +203,29 @@ def test_what_is_no_run(write_run, tmp_path):
 QUICK = {"rounds": 1, "train.warmup": 0, "train.iterations": 1, "evaluate.test_samples": 20, "evaluate.clients": 2}
 
 
+def test_a_journal_that_is_not_the_checkpoints_does_not_count(tiny, tmp_path):
+    settings = {
+        "method": "jfat",
+        "rounds": 2,
+        "train.iterations": 1,
+        "evaluate.clients": 1,
+        "evaluate.test_samples": 10,
+    }
+    play(start(tiny(settings), tmp_path / "run"))
+    journal = tmp_path / "run" / "journal.jsonl"
+    text = journal.read_text()
+    assert read_run(tmp_path / "run").notes == ()
+    journal.write_text(text.replace('"computation_s":', '"computation_s":1', 1))
+    found = read_run(tmp_path / "run")
+    assert found.notes == ("time and memory are not known: its journal was cut or altered",)
+    assert (found.rounds, found.time, found.memory) == (2, None, None)
+    (tmp_path / "run" / "results.json").unlink()
+    with pytest.raises(CheckpointError, match=r"journal\.jsonl was cut or altered, .*leave this run out"):
+        read_run(tmp_path / "run")
+    journal.write_text(text + '{"round":3,"times":{}}\n')
+    assert read_run(tmp_path / "run").rounds == 3, "a round that is not in a checkpoint yet"
+
+
 @pytest.mark.parametrize("method", ["jfat", "fedprophet"])
 def test_a_real_run_says_what_its_summary_says(tiny, tmp_path, method):
     """The files are those that training writes, not only those that these tests imagine."""

@@ -19,6 +19,8 @@ from fedprophet.config.config import Config
 from fedprophet.config.load import parse_config
 from fedprophet.errors import CheckpointError
 from fedprophet.runs.checkpoint import Checkpoints
+from fedprophet.runs.folder import FolderContents
+from fedprophet.runs.journal import Mark
 
 CONFIG = Config()
 
@@ -65,7 +67,7 @@ def test_save_and_load(checkpoints: Checkpoints, folder: Path) -> None:
     assert checkpoints.present()
     assert names(folder) == ["round-000012"]
     assert names(folder / "round-000012") == ["state.json", "tensors.safetensors"]
-    state, number, notes = checkpoints.load(State)
+    state, number, notes, _ = checkpoints.load(State)
     assert same(state, state_of(12))
     assert (number, notes) == (12, [])
 
@@ -78,6 +80,18 @@ def test_what_state_json_says(checkpoints: Checkpoints, folder: Path) -> None:
     assert document["config"] == CONFIG.model_dump()
     assert document["state"]["ratio"] == 4.0
     assert set(document) == {"format", "version", "round", "config", "tensors", "state", "digest"}
+
+
+def test_what_is_known_of_the_folder(checkpoints: Checkpoints, folder: Path) -> None:
+    known = FolderContents({"backbone": {7: {3: "ab"}}}, Mark(5, "cd"), Mark(0, "ef"), {"dataset": "12"}, flower="")
+    checkpoints.save(state_of(3), 3, known)
+    assert checkpoints.load(State).folder == known
+    path = folder / "round-000003" / "state.json"
+    rewrite(path, lambda document: document["folder"].pop("clients"))
+    with pytest.raises(CheckpointError, match="what it says of its folder does not fit this version"):
+        checkpoints.load(State)
+    rewrite(path, lambda document: document.pop("folder"))
+    assert checkpoints.load(State).folder is None, "as an earlier version wrote it"
 
 
 def test_a_checkpoint_as_it_was_written_from_the_beginning(checkpoints: Checkpoints, folder: Path) -> None:
@@ -113,12 +127,12 @@ def test_the_one_that_training_has_gone_on_from_stays(tmp_path: Path) -> None:
     """Rounds 4 to 7 had no usable update: those of round 3 were trained from the state after round 2."""
     checkpoints = Checkpoints(tmp_path, CONFIG, 2)
     for number in range(1, 4):
-        checkpoints.save(state_of(number), number, number - 1)
+        checkpoints.save(state_of(number), number, proven=number - 1)
     for number in range(4, 8):
-        checkpoints.save(state_of(number), number, 2)
+        checkpoints.save(state_of(number), number, proven=2)
     assert names(tmp_path) == ["round-000002", "round-000006", "round-000007"]
     assert checkpoints.newest(2) == 2
-    checkpoints.save(state_of(8), 8, 7)
+    checkpoints.save(state_of(8), 8, proven=7)
     assert names(tmp_path) == ["round-000007", "round-000008"]
 
 
@@ -165,14 +179,14 @@ def test_a_damaged_one_is_replaced_when_its_round_comes_again(checkpoints: Check
     checkpoints.save(state_of(2), 2)
     (folder / "round-000002" / "state.json").write_text("{")
     checkpoints.save(state_of(2), 2)
-    assert checkpoints.load(State)[1:] == (2, [])
+    assert checkpoints.load(State)[1:3] == (2, [])
 
 
 # Damage --------------------------------------------------------------------------------------------------------------
 
 
 def assert_falls_back(checkpoints: Checkpoints, reason: str) -> None:
-    state, number, notes = checkpoints.load(State)
+    state, number, notes, _ = checkpoints.load(State)
     assert number == 1
     assert same(state, state_of(1))
     assert len(notes) == 2
@@ -274,7 +288,7 @@ def test_another_format_is_refused_with_a_sentence(two: Checkpoints, folder: Pat
 
 def test_another_version_of_the_package_is_noted(two: Checkpoints, folder: Path) -> None:
     rewrite(folder / "round-000002" / "state.json", lambda d: d.update(version="0.0.1"))
-    _, number, notes = two.load(State)
+    _, number, notes, _ = two.load(State)
     assert number == 2
     assert len(notes) == 1
     assert "0.0.1" in notes[0]
@@ -292,8 +306,8 @@ def test_a_checkpoint_of_another_configuration(two: Checkpoints, folder: Path) -
     text = str(caught.value)
     assert text.count("another configuration: seed: here 4, there 0; train.batch: here 8, there 64") == 2
     Checkpoints(folder, other, keep=3).save(state_of(3), 3)
-    assert Checkpoints(folder, other).load(State)[1:] == (3, [])
-    _, number, notes = two.load(State)
+    assert Checkpoints(folder, other).load(State)[1:3] == (3, [])
+    _, number, notes, _ = two.load(State)
     assert number == 2
     assert "seed: here 0, there 4" in notes[0]
 
@@ -305,7 +319,7 @@ def test_leftovers_of_a_kill_are_ignored_and_removed(two: Checkpoints, folder: P
     half = folder / "round-000003.tmp"
     half.mkdir()
     (half / "tensors.safetensors").write_bytes(b"half")
-    assert two.load(State)[1:] == (2, [])
+    assert two.load(State)[1:3] == (2, [])
     two.save(state_of(3), 3)
     assert names(folder) == ["round-000002", "round-000003"]
     assert two.load(State).round == 3
@@ -313,14 +327,14 @@ def test_leftovers_of_a_kill_are_ignored_and_removed(two: Checkpoints, folder: P
 
 def test_a_kill_between_moving_aside_and_renaming(two: Checkpoints, folder: Path) -> None:
     (folder / "round-000002").rename(folder / "round-000002.old")
-    assert two.load(State)[1:] == (2, [])
+    assert two.load(State)[1:3] == (2, [])
     two.save(state_of(3), 3)
     assert names(folder) == ["round-000002", "round-000003"]
 
 
 def test_a_kill_before_what_was_moved_aside_is_removed(two: Checkpoints, folder: Path) -> None:
     shutil.copytree(folder / "round-000001", folder / "round-000002.old")
-    state, number, _ = two.load(State)
+    state, number, *_ = two.load(State)
     assert (state.round, number) == (2, 2)
     two.save(state_of(3), 3)
     assert names(folder) == ["round-000002", "round-000003"]
@@ -371,7 +385,7 @@ def test_a_kill_at_any_step_leaves_a_whole_checkpoint(
         folder = shutil.copytree(tmp_path / "before", tmp_path / str(steps))
         checkpoints = Checkpoints(folder, CONFIG)
         killed = save_until(checkpoints, state_of(3), monkeypatch, steps)
-        state, number, notes = checkpoints.load(State)
+        state, number, notes, _ = checkpoints.load(State)
         assert notes == []
         assert number == 3 if again else number in (2, 3)
         assert same(replace(state, flag=False), state_of(number))
@@ -434,7 +448,7 @@ def test_a_full_disk(two: Checkpoints, folder: Path, monkeypatch: pytest.MonkeyP
     assert f"The last whole checkpoint is of round {last}." in text
     assert f"fedprophet train --resume {folder.parent}" in text
     assert [name for name in names(folder) if not name.startswith("round-00000") or "." in name] == []
-    assert two.load(State)[1:] == (last, [])
+    assert two.load(State)[1:3] == (last, [])
 
 
 def test_a_full_disk_at_the_first_checkpoint(
@@ -475,7 +489,7 @@ def test_a_checkpoint_from_before_a_key_existed_has_its_default(two: Checkpoints
         document["config"]["train"].pop("decay")
 
     rewrite(folder / "round-000002" / "state.json", older)
-    _, number, _ = two.load(State)
+    number = two.load(State).round
     assert number == 2
     changed = parse_config({"aggregate": {"rule": "median"}})
     with pytest.raises(CheckpointError, match=r'aggregate\.rule: here "median", there "mean"'):

@@ -125,9 +125,21 @@ def test_a_stopped_evaluation_goes_on_where_it_stopped(path, undisturbed, stops)
 
 def test_the_way_to_go_on_has_all_options(path):
     run, _ = counted(path, 0)
-    run = replace(run, files=RunFiles(path.rename(path.with_name("my run"))))
+    run = replace(run, files=RunFiles(shutil.copytree(path, path.with_name("my run"))))
     with pytest.raises(RunStoppedError, match=r"evaluate '.*/my run' --attack pgd1 --samples 9 --no-masking-check$"):
         evaluate_run(run, "pgd1", samples=9, masking_check=False)
+
+
+def test_an_altered_line_is_measured_again(path, undisturbed):
+    evaluate_run(reopen(path), ATTACKS)
+    (file,) = (path / "evaluation").glob("*.jsonl")
+    first, *others = [json.loads(line) for line in file.read_text().splitlines() if line]
+    changed = [{**first, "clean": first["clean"] + 1}, *others]
+    file.write_text("".join(json.dumps(line) + "\n" for line in changed))
+    (path / "evaluation.json").unlink()
+    run, engine = counted(path)
+    assert evaluate_run(run, ATTACKS).to_json() == undisturbed[0]
+    assert len(engine.done) == 1
 
 
 @pytest.mark.parametrize("kept", [1, -1])

@@ -217,12 +217,12 @@ def test_a_finished_run_makes_its_model_again(finished, contents, undisturbed):
     assert contents(finished) == undisturbed
 
 
-@pytest.mark.parametrize("name", ["results.json", "inputs.json"])
-def test_a_damaged_file_is_named_and_made_again(finished, contents, undisturbed, name):
-    (finished / name).write_text("{")
-    with pytest.raises(CheckpointError, match=rf"{name} is damaged\. Delete it: it is made again"):
+@pytest.mark.parametrize("text", ["{", "[]", "3", "[" * 100_000])
+def test_damaged_results_are_named_and_made_again(finished, contents, undisturbed, text):
+    (finished / "results.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"results\.json is damaged\. Delete it: it is made again"):
         play(reopen(finished))
-    (finished / name).unlink()
+    (finished / "results.json").unlink()
     play(reopen(finished))
     assert contents(finished) == undisturbed
 

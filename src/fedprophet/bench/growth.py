@@ -33,6 +33,7 @@ from fedprophet.messages.values import BACKBONE
 from fedprophet.methods import METHODS
 from fedprophet.runs.checkpoint import Checkpoints
 from fedprophet.runs.export import average_local
+from fedprophet.runs.folder import FolderContents
 from fedprophet.runs.journal import Journal
 from fedprophet.runs.session import Session, assemble
 from fedprophet.server.coordinator import play_round
@@ -231,7 +232,11 @@ def _play(session: Session, phases: Phases, folder: Path, rounds: int) -> tuple[
         with phases.of(SAVING):
             journal.append(record)
             session.layers.flush()
-            checkpoints.save(state, state.round)
+            mark = journal.mark(state.round)
+            known = FolderContents(
+                session.layers.digests(state.round), journal=mark, timings=mark, inputs={}, flower=""
+            )
+            checkpoints.save(state, state.round, known)
         played.append(RoundCost(dict(phases.seconds), machine.resident_bytes()))
     return state, played
 

@@ -2,6 +2,9 @@
 
 A version is the round that made it; a `Timeline` says which versions count. So a run that goes back to an older
 checkpoint finds the layers of that time: it asks for versions before the round it repeats, and overwrites later ones.
+
+Each version has a digest. A client's file has those of its versions, and a checkpoint those of all clients: a file that
+is lost, altered or older than the checkpoint is never mistaken for the client's layers.
 """
 
 import math
@@ -14,13 +17,18 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fedprophet.errors import CheckpointError
+from fedprophet.messages.modules import digest
 from fedprophet.messages.values import Timeline
 from fedprophet.storage.bounded import BoundedCache
 from fedprophet.storage.files import how_to_resume, tensors_from_bytes, tensors_to_bytes, write_atomic_all
 
 CLIENTS_PER_FOLDER = 1000
+ENDING = ".safetensors"
 Key = tuple[str, int]
 Layers = Mapping[str, Tensor]
+LayerDigests = Mapping[str, Mapping[int, Mapping[int, str]]]
+"""The digest of each version of each client's layers, by architecture."""
+RESTORE = "Put it back from a copy, or start the run anew"
 
 
 @dataclass
@@ -41,26 +49,80 @@ class ClientStore:
     With a directory, about `memory_limit` bytes of layers stay in memory at most, and the next store on the same
     directory finds what was flushed. Flush before writing a checkpoint that relies on the layers. Without a directory
     everything stays in memory.
+
+    Files are believed as they are found, until the store is told what to `expect`.
     """
 
     def __init__(self, directory: Path | None, memory_limit: int) -> None:
-        self._directory = directory
+        self.directory = directory
         limit = math.inf if directory is None else memory_limit
         self._clients: BoundedCache[Key, _Client] = BoundedCache(limit, lambda client: client.size, self._leave)
+        self._digests: dict[Key, dict[int, str]] = {}
+        self._complete = directory is None
+        """Whether `_digests` has every client: then the files of others are left by an interrupted run."""
+        self._lent: set[Key] = set()
+
+    def expect(self, digests: LayerDigests) -> None:
+        """Hold the files against a checkpoint from now on; CheckpointError if some are missing."""
+        self._digests = {
+            (architecture, client): dict(versions)
+            for architecture, clients in digests.items()
+            for client, versions in clients.items()
+        }
+        self._complete = True
+        paths = [self._path(key) for key in self._digests]
+        here = {folder: _names(folder) for folder in {path.parent for path in paths}}
+        missing = [path for path in paths if path.name not in here[path.parent]]
+        if missing:
+            others = f" and {len(missing) - 1} other files" if len(missing) > 1 else ""
+            raise CheckpointError(
+                f"missing: {min(missing)}{others}. Without the clients' layers the model would be another. Put back "
+                f"{self.directory} from a copy, or start the run anew"
+            )
+
+    def digests(self, round: int) -> LayerDigests:
+        """Return the digests of all versions up to a round, for the checkpoint of that round."""
+        if self.directory is not None:
+            found = set() if self._complete else _keys(self.directory) - self._digests.keys()
+            for key in found | self._lent:
+                self._digests[key] = _read_digests(self._path(key))
+            self._complete, self._lent = True, set()
+        table: dict[str, dict[int, dict[int, str]]] = {}
+        for (architecture, client), versions in sorted(self._digests.items()):
+            settled = {version: versions[version] for version in sorted(versions) if version <= round}
+            if settled:
+                table.setdefault(architecture, {})[client] = settled
+        return table
+
+    def lend(self, architecture: str, client: int, timeline: Timeline, before: int) -> None:
+        """Check the file of a client that another process is going to read and write; `digests` looks at it again."""
+        key = (architecture, client)
+        if self.directory is not None and key not in self._lent:
+            self.get(architecture, client, timeline, before)
+            self._clients.pop(key)
+            self._lent.add(key)
 
     def get(self, architecture: str, client: int, timeline: Timeline, before: int) -> Layers | None:
         """Return the newest layers that count, made before round `before`; they must not be changed in place."""
-        found = self._find((architecture, client))
-        version = timeline.newest(found.versions, before) if found else None
-        return found.versions[version] if found and version is not None else None
+        key = (architecture, client)
+        found = self._find(key)
+        version = timeline.newest(self._digests.get(key, {}), before)
+        if version is None:
+            return None
+        if found is None or version not in found.versions:
+            raise self._other(key, version)
+        return found.versions[version]
 
     def put(self, architecture: str, client: int, round: int, tensors: Layers, timeline: Timeline) -> None:
         """Store a copy of the layers that a client has after `round`; drop its versions of no further use."""
-        found = self._find((architecture, client)) or _Client()
+        key = (architecture, client)
+        found = self._find(key) or _Client()
         copy = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
         found.versions = {**_useful(found.versions, round, timeline), round: MappingProxyType(copy)}
+        known = {**self._digests.get(key, {}), round: digest(copy)}
+        self._digests[key] = {version: known[version] for version in found.versions}
         found.dirty = True
-        self._clients.put((architecture, client), found)
+        self._clients.put(key, found)
 
     def flush(self) -> None:
         """Write every client that has changed; when this returns, all of it is on the disk."""
@@ -68,10 +130,28 @@ class ClientStore:
 
     def _find(self, key: Key) -> _Client | None:
         found = self._clients.get(key)
-        if found is None and self._directory is not None:
-            versions = _read_versions(self._path(key))
+        if found is None and self.directory is not None and (key in self._digests or not self._complete):
+            versions = self._read(key)
             found = None if versions is None else self._clients.put(key, _Client(versions))
         return found
+
+    def _read(self, key: Key) -> dict[int, Layers] | None:
+        """Return the layers in a client's file, as far as they are expected; None where it has none."""
+        read = _read_versions(self._path(key))
+        if read is None:
+            return None
+        versions, digests = read
+        known = self._digests.setdefault(key, digests)
+        for version in versions.keys() & known.keys():
+            if digests[version] != known[version]:
+                raise self._other(key, version)
+        return {version: layers for version, layers in versions.items() if version in known}
+
+    def _other(self, key: Key, version: int) -> CheckpointError:
+        return CheckpointError(
+            f"{self._path(key)} does not hold the layers that client {key[1]} had after round {version}: it was lost, "
+            f"altered, or replaced by an older copy. {RESTORE}"
+        )
 
     def _leave(self, key: Key, client: _Client) -> None:
         """A client that has changed is written before it leaves memory."""
@@ -79,17 +159,20 @@ class ClientStore:
             self._write({key: client})
 
     def _write(self, clients: Mapping[Key, _Client]) -> None:
-        if self._directory is None:
+        if self.directory is None:
             return
-        advice = f"Make room there, then go on with: {how_to_resume(self._directory.parent)}"
-        write_atomic_all(((self._path(key), _to_bytes(client.versions)) for key, client in clients.items()), advice)
+        advice = f"Make room there, then go on with: {how_to_resume(self.directory.parent)}"
+        contents = (
+            (self._path(key), _to_bytes(client.versions, self._digests[key])) for key, client in clients.items()
+        )
+        write_atomic_all(contents, advice)
         for client in clients.values():
             client.dirty = False
 
     def _path(self, key: Key) -> Path:
-        assert self._directory is not None
+        assert self.directory is not None
         architecture, client = key
-        return self._directory / architecture / str(client // CLIENTS_PER_FOLDER) / f"{client}.safetensors"
+        return self.directory / architecture / str(client // CLIENTS_PER_FOLDER) / f"{client}{ENDING}"
 
 
 def _useful(versions: Mapping[int, Layers], round: int, timeline: Timeline) -> dict[int, Layers]:
@@ -108,32 +191,71 @@ def _useful(versions: Mapping[int, Layers], round: int, timeline: Timeline) -> d
     }
 
 
-def _to_bytes(versions: Mapping[int, Layers]) -> bytes:
+def _names(folder: Path) -> set[str]:
+    try:
+        return {path.name for path in folder.iterdir()}
+    except (FileNotFoundError, NotADirectoryError):
+        return set()
+
+
+def _keys(directory: Path) -> set[Key]:
+    """Return the clients that have a file."""
+    files = directory.glob(f"*/*/*{ENDING}")
+    return {(file.parts[-3], int(file.stem)) for file in files if file.stem.isdecimal()}
+
+
+def _to_bytes(versions: Mapping[int, Layers], digests: Mapping[int, str]) -> bytes:
     tensors = {f"{version}/{name}": value for version, layers in versions.items() for name, value in layers.items()}
     # Versions are listed apart, because a version of a model without norm layers has no tensors.
-    return tensors_to_bytes(tensors, {"versions": " ".join(map(str, versions))})
+    about = {"versions": " ".join(map(str, versions)), "digests": " ".join(digests[version] for version in versions)}
+    return tensors_to_bytes(tensors, about)
 
 
-def _read_versions(path: Path) -> dict[int, Layers] | None:
-    """Return the layers in a client's file; None where it has none."""
+def _read_versions(path: Path) -> tuple[dict[int, Layers], dict[int, str]] | None:
+    """Return the layers in a client's file and their digests; None where there is no file."""
     try:
-        layers: dict[int, dict[str, Tensor]] = {version: {} for version in _read_header(path)}
+        recorded = _read_header(path)
+        layers: dict[int, dict[str, Tensor]] = {version: {} for version in recorded}
         for key, value in tensors_from_bytes(path.read_bytes()).items():
-            version, _, name = key.partition("/")
-            layers[int(version)][name] = value
+            number, _, name = key.partition("/")
+            layers[int(number)][name] = value
     except FileNotFoundError:
         return None
     except (OSError, SafetensorError, ValueError, KeyError) as error:
-        raise CheckpointError(
-            f"the stored layers in {path} cannot be read: {error}. Put the file back from a copy or start the run again"
-        ) from error
-    return {version: MappingProxyType(tensors) for version, tensors in layers.items()}
+        raise _unreadable(path, error) from error
+    digests = {version: digest(tensors) for version, tensors in layers.items()}
+    for version, written in recorded.items():
+        if written not in (None, digests[version]):
+            raise _unreadable(path, f"its layers of round {version} are not those that were written")
+    return {version: MappingProxyType(tensors) for version, tensors in layers.items()}, digests
 
 
-def _read_header(path: Path) -> tuple[int, ...]:
+def _read_digests(path: Path) -> dict[int, str]:
+    """Return the digests of the versions in a client's file, if possible from its header; none if it has no file."""
+    try:
+        recorded = _read_header(path)
+    except FileNotFoundError:
+        return {}
+    except (OSError, SafetensorError) as error:
+        raise _unreadable(path, error) from error
+    known = {version: written for version, written in recorded.items() if written is not None}
+    if len(known) == len(recorded):
+        return known
+    read = _read_versions(path)
+    return read[1] if read else {}
+
+
+def _read_header(path: Path) -> dict[int, str | None]:
+    """Return the versions that a file says it holds, and their digests; files of earlier versions have none."""
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata() or {}
     try:
-        return tuple(map(int, metadata["versions"].split()))
+        versions = tuple(map(int, metadata["versions"].split()))
+        digests = metadata["digests"].split() if "digests" in metadata else [None] * len(versions)
+        return dict(zip(versions, digests, strict=True))
     except (KeyError, ValueError) as error:
         raise SafetensorError("it does not say which versions it holds") from error
+
+
+def _unreadable(path: Path, why: object) -> CheckpointError:
+    return CheckpointError(f"the stored layers in {path} cannot be read: {why}. {RESTORE}")

@@ -4,12 +4,13 @@ import multiprocessing
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
+from fedprophet.client.layer_store import ClientStore
 from fedprophet.client.workspace import Workspace
 from fedprophet.config.choices import AUTO
 from fedprophet.config.config import Config
@@ -21,17 +22,19 @@ from fedprophet.threads import ONE_THREAD, set_threads
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What an engine is made from. `reserve` is R_min, the memory that even the poorest device keeps free.
-
-    `clients` is the folder of the clients' own layers, inside the run's folder; None if the run has no folder.
-    """
+    """What an engine is made from. `reserve` is R_min, the memory that even the poorest device keeps free."""
 
     population: Population
     workspaces: Mapping[str, Workspace]
     reserve: int
     config: Config
     dataset: Dataset
-    clients: Path | None = None
+    layers: ClientStore = field(default_factory=lambda: ClientStore(None, 0))
+
+    @property
+    def clients(self) -> Path | None:
+        """The folder of the clients' own layers, inside the run's folder; None if the run has no folder."""
+        return self.layers.directory
 
 
 EngineMaker = Callable[[EngineParts], Engine]

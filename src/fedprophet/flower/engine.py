@@ -54,14 +54,16 @@ class FlowerEngine:
         ledger: Ledger | None = None,
         look: Callable[[], None] = lambda: None,
         keys: KeyedClients | None = None,
+        lend: Callable[[Task], None] = lambda task: None,
     ) -> None:
         """Make the engine of a run.
 
         `grid` returns Flower's connection and `run` the run's id; neither is called before the first task goes out.
         `look` is called while the engine waits, and raises if nothing can come any more. Without `keys` a node is the
-        client that it says it is.
+        client that it says it is. `lend` is called with each task before any goes out. It raises if the client's own
+        layers are in the run's folder and are not as they were left.
         """
-        self._timeouts, self._look = timeouts, look
+        self._timeouts, self._look, self._lend = timeouts, look, lend
         self._run, self._manifest = cache(run), manifest.to_text()
         self._plain = PlainEngine(parts.population, parts.workspaces, parts.reserve)
         self._workspaces = parts.workspaces
@@ -91,6 +93,8 @@ class FlowerEngine:
         yield from self._plain.map(task for task in tasks if task.client == SERVER)
         away = [task for task in tasks if task.client != SERVER]
         if away:
+            for task in away:
+                self._lend(task)
             self._ledger.trainers |= {task.client for task in away if isinstance(task, Train)}
             yield from self._carry_out(away)
 
@@ -246,4 +250,9 @@ def engine_of_simulation(
     timeouts = Timeouts(flower.deadline, simulated=True, window=32, interval=0.02)
     together = max(1, cores(parts.config) // flower.cpus)
     manifest = RunManifest.of(parts, home=str(home), threads=flower.cpus, together=together)
-    return FlowerEngine(grid, parts, partial(run_id, home, deployed=False), manifest, timeouts, ledger, look)
+
+    def lend(task: Task) -> None:
+        parts.layers.lend(task.architecture, task.client, task.timeline, task.layers_before)
+
+    run = partial(run_id, home, deployed=False)
+    return FlowerEngine(grid, parts, run, manifest, timeouts, ledger, look, lend=lend)

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
 from fedprophet.config.config import Config
 from fedprophet.config.load import load_config
 from fedprophet.errors import CheckpointError
+from fedprophet.runs.checkpoint import Checkpoints
 from fedprophet.runs.engine_history import EngineSpan, spans
 from fedprophet.runs.files import RunFiles
 from fedprophet.runs.journal import Journal
@@ -176,8 +177,12 @@ def read_run(path: Path) -> RunSummary:
         raise CheckpointError(
             f"there is no run in {path}: it has no config.toml. Give folders that fedprophet train has written"
         )
-    records = Journal(files.journal).read()
+    config = load_config(files.config)
+    sound = _sound_records(files, config)
     written = _read(files.results, _Results, f"Delete it and write it again: {how_to_resume(path)}")
+    if sound is None and written is None:
+        raise CheckpointError(f"{files.journal} was cut or altered, and this run has no other results. {RESTORE}")
+    records = sound or []
     unfinished = _Results({}, {}, len(records), None, last=_last_evaluated(records, files.journal))
     results = written or unfinished
     evaluation = _read(path / EVALUATION, _Evaluation, "Delete it and measure again: fedprophet evaluate")
@@ -188,11 +193,12 @@ def read_run(path: Path) -> RunSummary:
     if len(records) != results.rounds or costs is None:
         complete = len(records) == results.rounds
         what = "does not hold them" if complete else f"has {len(records)} of its {results.rounds} rounds"
+        what = "was cut or altered" if sound is None else what
         notes.append(f"{'memory is' if deployed else 'time and memory are'} not known: its journal {what}")
         costs = None
     return RunSummary(
         path=path,
-        config=load_config(files.config),
+        config=config,
         rounds=results.rounds,
         finished=written is not None,
         version=results.version,
@@ -211,6 +217,14 @@ def read_run(path: Path) -> RunSummary:
         engines=_engines(files.timings),
         notes=tuple(notes),
     )
+
+
+def _sound_records(files: RunFiles, config: Config) -> list[dict[str, Any]] | None:
+    """Return the journal; None if it is not the one that the newest checkpoint knows."""
+    journal = Journal(files.journal)
+    records = journal.read()
+    known = Checkpoints(files.checkpoints, config).known_contents()
+    return records if known is None or journal.begins_with(known.journal) else None
 
 
 def _engines(timings: Path) -> tuple[EngineSpan, ...]:

@@ -2,10 +2,9 @@
 
 A checkpoint is a folder `round-000012` with `tensors.safetensors` and `state.json`. It is written under another name,
 synced and renamed, and a digest protects both files. So a checkpoint that a kill, a full disk or a flipped bit has
-damaged is recognised, and the one before it is used.
+damaged is recognised, and the one before it is used. It also knows what else the run's folder holds (`runs.folder`).
 """
 
-import hashlib
 import json
 import re
 import shutil
@@ -20,7 +19,9 @@ from fedprophet.config.compare import completed, differences
 from fedprophet.config.config import Config, machine_keys
 from fedprophet.errors import CheckpointError
 from fedprophet.messages.codec import CodecError, decode, encode
+from fedprophet.runs.folder import FolderContents
 from fedprophet.storage.files import (
+    file_hash,
     how_to_resume,
     make_folder,
     sync_folder,
@@ -37,11 +38,15 @@ S = TypeVar("S")
 
 
 class Loaded(NamedTuple, Generic[S]):
-    """The newest whole state, the round it was saved after, and notes for the user."""
+    """The newest whole state, the round it was saved after, notes for the user, and what the folder held then.
+
+    Checkpoints of earlier versions do not know what the folder held.
+    """
 
     state: S
     round: int
     notes: list[str]
+    folder: FolderContents | None
 
 
 class _UnusableError(Exception):
@@ -60,13 +65,14 @@ class Checkpoints:
         """Whether there is a checkpoint at all, usable or not."""
         return bool(self._folders())
 
-    def save(self, state: object, round: int, proven: int | None = None) -> None:
-        """Write the state after a round. Older checkpoints are removed only once this one is on the disk.
+    def save(self, state: object, round: int, known: FolderContents | None = None, proven: int | None = None) -> None:
+        """Write the state after a round, and what is known of the rest of the run's folder.
 
-        The newest one up to the round `proven`, from which training has certainly gone on, always stays.
+        Older checkpoints are removed only once this one is on the disk. The newest one up to the round `proven`, from
+        which training has certainly gone on, always stays.
         """
         folder = self._directory / f"round-{round:06d}"
-        contents = self._contents(state, round)
+        contents = self._contents(state, round, known)
         try:
             make_folder(self._directory)
             self._tidy()
@@ -82,22 +88,30 @@ class Checkpoints:
         reasons: list[str] = []
         folders = self._folders()
         if round is not None and round not in folders:
-            known = ", ".join(map(str, folders)) or "none"
-            raise CheckpointError(f"there is no checkpoint of round {round} in {self._directory}; there are: {known}")
+            rounds = ", ".join(map(str, folders)) or "none"
+            raise CheckpointError(f"there is no checkpoint of round {round} in {self._directory}; there are: {rounds}")
         for number, folder in folders.items() if round is None else [(round, folders[round])]:
             try:
                 document = self._read_document(folder)
-                state = _read_state(kind, folder, document)
+                state, known = _read_state(kind, folder, document), _read_contents(document)
             except _UnusableError as reason:
                 reasons.append(f"the checkpoint of round {number} is not used: {reason}")
                 continue
             notes = [*reasons, f"went back to the checkpoint of round {number}"] if reasons else []
             if document["version"] != __version__:
                 notes.append(f"the checkpoint was written by FedProphet {document['version']}; this is {__version__}")
-            return Loaded(state, number, notes)
+            return Loaded(state, number, notes, known)
         if not reasons:
             raise CheckpointError(f"there is no checkpoint in {self._directory}")
         raise CheckpointError("\n".join((f"no checkpoint in {self._directory} can be used:", *reasons)))
+
+    def known_contents(self) -> FolderContents | None:
+        """Return what the newest sound state.json knows of the rest of the run's folder, if there is one."""
+        with suppress(CheckpointError):
+            for folder in self._folders().values():
+                with suppress(_UnusableError):
+                    return _read_contents(self._read_document(folder))
+        return None
 
     def _folders(self) -> dict[int, Path]:
         """Return the folder of every checkpoint, newest first, also if it was moved aside (see `_write_folder`)."""
@@ -114,7 +128,7 @@ class Checkpoints:
                 found.setdefault(int(match[1]), self._directory / name)
         return dict(sorted(found.items(), reverse=True))
 
-    def _contents(self, state: object, round: int) -> dict[str, bytes]:
+    def _contents(self, state: object, round: int, known: FolderContents | None) -> dict[str, bytes]:
         data, tensors = encode(state)
         blob = tensors_to_bytes(tensors)
         document = {
@@ -124,6 +138,7 @@ class Checkpoints:
             "config": self._config.model_dump(),
             "tensors": _digest(blob),
             "state": data,
+            **({"folder": encode(known)[0]} if known else {}),
         }
         return {TENSORS: blob, STATE: _dump({**document, "digest": _digest(_dump(document))})}
 
@@ -218,6 +233,15 @@ def _read_state(kind: type[S], folder: Path, document: Mapping[str, Any]) -> S:
         raise _UnusableError(f"its state does not fit this version of FedProphet: {error}") from error
 
 
+def _read_contents(document: Mapping[str, Any]) -> FolderContents | None:
+    if "folder" not in document:
+        return None
+    try:
+        return decode(FolderContents, document["folder"], {})
+    except CodecError as error:
+        raise _UnusableError(f"what it says of its folder does not fit this version of FedProphet: {error}") from error
+
+
 def _read_tensors(folder: Path, document: Mapping[str, Any]) -> bytes:
     blob = _read(folder / TENSORS)
     if _digest(blob) != document["tensors"]:
@@ -247,4 +271,4 @@ def _dump(document: Mapping[str, Any]) -> bytes:
 
 
 def _digest(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=32).hexdigest()
+    return file_hash(data).hexdigest()

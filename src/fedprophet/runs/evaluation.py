@@ -22,7 +22,7 @@ from fedprophet.messages.modules import digest
 from fedprophet.progress import Watch, unwatched
 from fedprophet.runs.asking import WatchedEngine
 from fedprophet.runs.evaluator import Evaluator, cells, conditions
-from fedprophet.runs.export import exported_model
+from fedprophet.runs.export import exported_model, finished_model
 from fedprophet.runs.masking import MaskingCheck, check_masking, masking_warnings
 from fedprophet.runs.measured import AGAIN, MeasuredTasks, RememberingEngine, hash_of
 from fedprophet.runs.run import Run, RunStoppedError
@@ -92,7 +92,7 @@ def check_samples(samples: int | None) -> None:
 def _whole_model(run: Run, watch: Watch) -> Mapping[str, Tensor]:
     """Return the exported model; a run on other machines exported it when it ended."""
     if run.away:
-        return tensors_from_bytes(run.files.model.read_bytes())
+        return tensors_from_bytes(finished_model(run))
     engine = WatchedEngine(run.session.engine, lambda _, done, total: watch("asking clients", done, total))
     return exported_model(run.session, run.state, engine)
 

@@ -10,13 +10,14 @@ from fedprophet.messages.answers import Reported
 from fedprophet.messages.tasks import Report
 from fedprophet.methods.base import MethodState
 from fedprophet.runs.asking import in_order
+from fedprophet.runs.files import model_fits, other_model
 from fedprophet.runs.run import Run
 from fedprophet.runs.session import Session
 from fedprophet.server.aggregate import tensor_fault
 from fedprophet.server.coordinator import Engine, Record
 from fedprophet.server.rejections import reject, some_names, weight_fault
 from fedprophet.server.weights import believed
-from fedprophet.storage.files import tensors_to_bytes, write_atomic
+from fedprophet.storage.files import file_hash, tensors_to_bytes, write_atomic
 from fedprophet.version import __version__
 
 
@@ -66,13 +67,20 @@ def _layers_fault(known: Mapping[str, Tensor], answer: Reported) -> str | None:
 def write_model(run: Run, path: Path) -> None:
     """Write a run's model as one file; a run on other machines exported it when it ended."""
     if run.away:
-        write_atomic(path, run.files.model.read_bytes())
+        write_atomic(path, finished_model(run))
     else:
         write_tensors(run, exported_model(run.session, run.state, run.session.engine), path)
 
 
-def write_tensors(run: Run, whole: Mapping[str, Tensor], path: Path) -> None:
-    """Write a model under its state-dict names; the metadata say what it is and how to feed it."""
+def finished_model(run: Run) -> bytes:
+    """Return the file that a finished run has exported, if it is whole."""
+    if not model_fits(run.files):
+        raise other_model(run.files)
+    return run.files.model.read_bytes()
+
+
+def write_tensors(run: Run, whole: Mapping[str, Tensor], path: Path) -> str:
+    """Write a model under its state-dict names, with metadata on what it is and how to feed it; return its digest."""
     session, dataset = run.session, run.session.dataset
     mean, std = session.normalize.numbers
     metadata = {
@@ -87,4 +95,6 @@ def write_tensors(run: Run, whole: Mapping[str, Tensor], path: Path) -> None:
         "norm_layers": session.method.norm_layers,
         "rounds": str(run.state.round),
     }
-    write_atomic(path, tensors_to_bytes(whole, metadata))
+    content = tensors_to_bytes(whole, metadata)
+    write_atomic(path, content)
+    return file_hash(content).hexdigest()

@@ -1,12 +1,13 @@
 """The files of a run's folder."""
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fedprophet.errors import CheckpointError
-from fedprophet.storage.files import IDENTITY, how_to_resume
+from fedprophet.storage.files import IDENTITY, file_hash, how_to_resume
 
 
 class RunFiles:
@@ -39,12 +40,34 @@ def read_results(path: Path) -> Mapping[str, Any]:
     return read_json(RunFiles(path).results)
 
 
+def is_finished(files: RunFiles) -> bool:
+    """Whether a run has its results and its model."""
+    return files.results.exists() and files.model.exists()
+
+
+def model_fits(files: RunFiles) -> bool:
+    """Whether a finished run's model is the one that its results are about; earlier versions did not record that."""
+    recorded = read_results(files.path).get("model_digest")
+    with files.model.open("rb") as file:
+        return recorded in (None, hashlib.file_digest(file, file_hash).hexdigest())
+
+
+def other_model(files: RunFiles) -> CheckpointError:
+    """Return the error of a finished run on real devices whose model was altered: it cannot be made again exactly."""
+    return CheckpointError(
+        f"{files.model} was altered: it is not the model that {files.results.name} is about. Put it back from a copy, "
+        f"or delete {files.results.name} and let the devices be asked again. {resume_hint(files.path)}"
+    )
+
+
 def read_json(file: Path) -> Mapping[str, Any]:
     """Return the content of one of a run's JSON files; CheckpointError if it is damaged."""
     try:
-        table: Mapping[str, Any] = json.loads(file.read_bytes())
-    except ValueError:
-        raise CheckpointError(f"{file} is damaged. Delete it: it is made again. {resume_hint(file.parent)}") from None
+        table = json.loads(file.read_bytes())
+    except (ValueError, RecursionError):
+        table = None
+    if not isinstance(table, dict):
+        raise CheckpointError(f"{file} is damaged. Delete it: it is made again. {resume_hint(file.parent)}")
     return table
 
 

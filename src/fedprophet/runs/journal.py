@@ -3,18 +3,35 @@
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fedprophet.errors import CheckpointError
-from fedprophet.storage.files import append_synced, how_to_resume, write_atomic, write_error
+from fedprophet.runs.files import RunFiles
+from fedprophet.storage.files import append_synced, file_hash, how_to_resume, write_atomic, write_error
+
+
+@dataclass(frozen=True)
+class Mark:
+    """How a file begins: the digest of so many bytes."""
+
+    bytes: int
+    digest: str
 
 
 class Journal:
-    """A file of JSON lines. A kill can only tear the last one; call `truncate` before continuing after one."""
+    """A file of JSON lines. A kill can only tear the last one; call `truncate` before continuing after one.
 
-    def __init__(self, path: Path) -> None:
+    If no result depends on it, lines that are damaged can be left out instead of being an error (`forgiving`).
+    """
+
+    def __init__(self, path: Path, forgiving: bool = False) -> None:
         self._path = path
+        self._forgiving = forgiving
+        self._hasher = file_hash()
+        self._bytes = 0
+        self._marks: dict[int, Mark] = {}
 
     @property
     def _advice(self) -> str:
@@ -31,36 +48,60 @@ class Journal:
             append_synced(self._path, line)
         except OSError as error:
             raise write_error(self._path, error, self._advice) from error
+        self._count(line, record["round"])
+
+    def mark(self, round: int) -> Mark:
+        """Return the mark behind the line of a round: the one that `truncate` ended with, or one appended since."""
+        return self._marks[round]
+
+    def begins_with(self, mark: Mark) -> bool:
+        """Whether the file still begins as it did when the mark was made."""
+        content = self._content()[: mark.bytes]
+        return (len(content), file_hash(content).hexdigest()) == (mark.bytes, mark.digest)
 
     def read(self) -> list[dict[str, Any]]:
         """Return the record of every whole line; numbers that JSON lacks are "nan", "inf" or "-inf"."""
         return [record for _, record in self._lines()]
 
-    def truncate(self, round: int) -> None:
-        """Keep the lines of the rounds up to `round`, and drop a torn last line."""
-        if self._path.exists():
-            kept = b"".join(line for line, record in self._lines() if record["round"] <= round)
-            if kept != self._path.read_bytes():
-                write_atomic(self._path, kept, self._advice)
+    def truncate(self, round: int, mark: Mark | None = None) -> None:
+        """Keep the lines of the rounds up to `round`, which end at `mark` if that is known; drop everything else."""
+        content = self._content()
+        kept = content[: mark.bytes] if mark else b"".join(line for line, r in self._lines() if r["round"] <= round)
+        if kept != content:
+            write_atomic(self._path, kept, self._advice)
+        self._hasher, self._bytes = file_hash(), 0
+        self._count(kept, round)
 
-    def _lines(self) -> list[tuple[bytes, dict[str, Any]]]:
+    def _count(self, data: bytes, round: int) -> None:
+        self._hasher.update(data)
+        self._bytes += len(data)
+        self._marks[round] = Mark(self._bytes, self._hasher.hexdigest())
+
+    def _content(self) -> bytes:
         try:
-            content = self._path.read_bytes()
+            return self._path.read_bytes()
         except FileNotFoundError:
-            return []
+            return b""
         except OSError as error:
             raise CheckpointError(f"cannot read the journal {self._path}: {error.strerror}") from error
-        lines = content.split(b"\n")[:-1]
+
+    def _lines(self) -> list[tuple[bytes, dict[str, Any]]]:
+        lines = self._content().split(b"\n")[:-1]
         pairs = []
         for number, line in enumerate(lines, start=1):
             record = _decode(line)
             if record is not None:
                 pairs.append((line + b"\n", record))
-            elif number < len(lines):
+            elif number < len(lines) and not self._forgiving:
                 raise CheckpointError(
                     f"line {number} of the journal {self._path} is damaged: it is not a round's record"
                 )
         return pairs
+
+
+def timings_of(files: RunFiles) -> Journal:
+    """Return the lines of timings.jsonl; no result depends on them."""
+    return Journal(files.timings, forgiving=True)
 
 
 def journal_line(record: Mapping[str, Any]) -> bytes:

@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -41,7 +42,8 @@ class MeasuredTasks:
         """Keep an answer, and wait until it is on the disk."""
         self._known[key] = answer
         # The line begins with an end of line as well: it stays whole behind one that was torn.
-        line = f"\n{json.dumps({'task': key, **encode(answer)[0]}, separators=(',', ':'))}\n".encode()
+        record = {"task": key, **encode(answer)[0]}
+        line = f"\n{json.dumps({**record, 'digest': _digest(record)}, separators=(',', ':'))}\n".encode()
         try:
             append_synced(self._file, line)
         except OSError as error:
@@ -52,9 +54,14 @@ def _lines(content: bytes) -> Iterator[tuple[str, Evaluated]]:
     for line in content.splitlines():
         try:
             record = json.loads(line)
-            yield record.pop("task"), decode(Evaluated, record, {})
-        except (CodecError, ValueError, KeyError, TypeError, AttributeError):
-            continue  # torn, and measured again
+            if record.pop("digest") == _digest(record):
+                yield record.pop("task"), decode(Evaluated, record, {})
+        except (CodecError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            continue  # torn or altered, and measured again
+
+
+def _digest(record: Mapping[str, Any]) -> str:
+    return hash_of([json.dumps(record)])
 
 
 class RememberingEngine:

@@ -13,13 +13,14 @@ from fedprophet.methods.base import MethodState
 from fedprophet.runs.asking import WatchedEngine
 from fedprophet.runs.engine_history import change, engine_in_use, spans
 from fedprophet.runs.export import exported_model, write_tensors
-from fedprophet.runs.files import read_json, read_results, resume_hint
-from fedprophet.runs.journal import Journal
+from fedprophet.runs.files import RunFiles, is_finished, model_fits, other_model, read_json, read_results, resume_hint
+from fedprophet.runs.folder import FolderContents, read_identity
+from fedprophet.runs.journal import Journal, timings_of
 from fedprophet.runs.observer import Observer
 from fedprophet.runs.run import Run, RunStoppedError, checkpoints_of
 from fedprophet.runs.summary import closing_summary, faulty_clients
 from fedprophet.server.coordinator import Record, play_round
-from fedprophet.storage.files import how_to_resume, write_json
+from fedprophet.storage.files import how_to_resume, is_deployed, write_json
 from fedprophet.storage.locks import folder_lock
 
 FAILURES_ALLOWED = 3
@@ -35,19 +36,19 @@ def play(run: Run, observer: Observer | None = None) -> Mapping[str, Any]:
         raise CheckpointError(f"another process is working on {path}: wait for it, or stop it first")
 
     with closing(run.session), folder_lock(path, refuse):
-        _check_inputs(run)
+        keeper = _Keeper(run, _check_inputs(run))
         observer.started(run.session, path, run.state.round)
         for note in (*run.notes, *_engine_change(run)):
             observer.note(note)
-        state = _play_rounds(run, observer)
-        if not (run.files.results.exists() and run.files.model.exists()):
+        state = _play_rounds(run, keeper, observer)
+        if not is_finished(run.files) or _model_is_another(run.files, observer):
             observer.finishing()
             _finish(replace(run, state=state), observer)
     return read_results(path)
 
 
-def _check_inputs(run: Run) -> None:
-    """Refuse other data or another starting model than the run began with: their fingerprints are in a file."""
+def _check_inputs(run: Run) -> Mapping[str, str]:
+    """Refuse other data or another starting model than the run began with; return their fingerprints."""
     file, session = run.files.inputs, run.session
     ours = {
         "dataset": session.dataset.digest(),
@@ -62,23 +63,30 @@ def _check_inputs(run: Run) -> None:
             f"{run.files.path} was started with a different {' and a different '.join(different)}: "
             f"pass the same {'one' if len(different) == 1 else 'ones'}, or start a new run"
         )
+    return ours
 
 
 def _engine_change(run: Run) -> Iterator[str]:
     """Say if the next rounds run on a different engine from the last ones, as on another machine."""
     if not run.session.method.finished(run.state):
-        played = (line for line in Journal(run.files.timings).read() if line["round"] <= run.state.round)
+        played = (line for line in timings_of(run.files).read() if line["round"] <= run.state.round)
         text = change(spans(played), engine_in_use(run.session, run.files.path))
         yield from [text] if text else []
 
 
-def _play_rounds(run: Run, observer: Observer) -> MethodState:
+def _model_is_another(files: RunFiles, observer: Observer) -> bool:
+    """Whether a finished run's model has to be made again; refused if it was made with real devices."""
+    if model_fits(files):
+        return False
+    if is_deployed(files.path):
+        raise other_model(files)
+    observer.note(f"{files.model} was altered: it is made again from the checkpoint")
+    return True
+
+
+def _play_rounds(run: Run, keeper: "_Keeper", observer: Observer) -> MethodState:
     method, path = run.session.method, run.files.path
     engine = WatchedEngine(run.session.engine, observer.task_done)
-    journal, timings = Journal(run.files.journal), Journal(run.files.timings)
-    journal.truncate(run.state.round)
-    timings.truncate(run.state.round)
-    keeper = _Keeper(run)
     keeper.forget_after(run.state, method.finished(run.state))
     state = run.state
     try:
@@ -86,9 +94,9 @@ def _play_rounds(run: Run, observer: Observer) -> MethodState:
             began = time.monotonic()
             played, record = play_round(method.round(state), engine)
             seconds = time.monotonic() - began
-            journal.append(record)
+            keeper.journal.append(record)
             use = engine_in_use(run.session, path)  # real devices are known once a task went out
-            timings.append({"round": played.round, "seconds": round(seconds, 4), **asdict(use)})
+            keeper.timings.append({"round": played.round, "seconds": round(seconds, 4), **asdict(use)})
             state = played  # only now: a Ctrl-C before must not save a state whose journal line is missing
             observer.round_done(record, seconds)
             if state.failures >= FAILURES_ALLOWED:
@@ -105,12 +113,15 @@ def _play_rounds(run: Run, observer: Observer) -> MethodState:
 
 
 class _Keeper:
-    """Writes checkpoints: the clients' layers first, then the state that refers to them."""
+    """Writes checkpoints: the clients' layers and the journal first, then the state that refers to them."""
 
-    def __init__(self, run: Run) -> None:
-        self._files, self._layers = run.files, run.session.layers
-        self._checkpoints = checkpoints_of(run.files, run.session)
+    def __init__(self, run: Run, inputs: Mapping[str, str]) -> None:
+        self._files, self._inputs = run.files, inputs
+        self._layers, self._checkpoints = run.session.layers, checkpoints_of(run.files, run.session)
         self._saved = run.state.round
+        self.journal, self.timings = Journal(run.files.journal), timings_of(run.files)
+        self.journal.truncate(self._saved, run.contents.journal if run.contents else None)
+        self.timings.truncate(self._saved)
 
     def forget_after(self, state: MethodState, finished: bool) -> None:
         """Remove what later rounds left, which are played again; what a finished run made is made again too."""
@@ -125,8 +136,17 @@ class _Keeper:
     def save(self, state: MethodState) -> None:
         if state.round != self._saved:
             self._layers.flush()
-            self._checkpoints.save(state, state.round, state.proven)
+            self._checkpoints.save(state, state.round, self._contents(state.round), state.proven)
             self._saved = state.round
+
+    def _contents(self, round: int) -> FolderContents:
+        return FolderContents(
+            clients=self._layers.digests(round),
+            journal=self.journal.mark(round),
+            timings=self.timings.mark(round),
+            inputs=self._inputs,
+            flower=read_identity(self._files),
+        )
 
 
 def _failing(state: MethodState, path: Path, record: Record, proven: int | None) -> TrainingError:
@@ -150,8 +170,8 @@ def _finish(run: Run, observer: Observer) -> None:
         record: Record = {}
         whole = exported_model(run.session, run.state, engine, record)
         summary = closing_summary(run, engine, whole, record)
-        write_tensors(run, whole, run.files.model)
-        write_json(run.files.results, summary)
+        digest_of_model = write_tensors(run, whole, run.files.model)
+        write_json(run.files.results, {**summary, "model_digest": digest_of_model})
     except KeyboardInterrupt:
         raise _stopped("in its closing evaluation", run.files.path) from None
 

@@ -1,5 +1,7 @@
 """A run is a folder: it is started there, and opened again at its newest checkpoint."""
 
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -13,12 +15,17 @@ from fedprophet.engines.registry import EngineMaker
 from fedprophet.errors import CheckpointError, ConfigError, TrainingError
 from fedprophet.methods.base import MethodState
 from fedprophet.runs.checkpoint import Checkpoints
-from fedprophet.runs.files import RunFiles, resume_hint
+from fedprophet.runs.files import RunFiles, is_finished, model_fits, resume_hint
+from fedprophet.runs.folder import FolderContents, check_folder
 from fedprophet.runs.session import OwnModel, Session, assemble
 from fedprophet.settings.values import CUSTOM
 from fedprophet.storage.files import is_deployed, write_atomic
 from fedprophet.storage.locks import LOCK
 
+NOT_CHECKED = (
+    "the checkpoint is of an earlier version, which did not record what else the folder holds: its clients/ and "
+    "journal.jsonl are used as they are"
+)
 LEFT_OVER = frozenset({".config.toml.tmp", LOCK})
 """What a kill at the very start may leave: a folder with no other files counts as empty."""
 
@@ -37,6 +44,8 @@ class Run:
     notes: tuple[str, ...] = ()
     away: bool = False
     """Whether its clients are on other machines, where this process cannot ask them."""
+    contents: FolderContents | None = None
+    """What its folder held when the state was saved; None before the first checkpoint, and in old ones."""
 
 
 def checkpoints_of(files: RunFiles, session: Session) -> Checkpoints:
@@ -62,6 +71,7 @@ def start(
     _expect_empty(files)
     # All mistakes in the configuration are found before anything is written.
     session = assemble(config, files.clients, model, dataset, engine)
+    session.layers.expect({})
     write_atomic(files.config, to_toml(config).encode())
     return Run(files, session, session.method.initial(), session.notes)
 
@@ -101,12 +111,19 @@ def open_to_read(path: Path, model: OwnModel = None, dataset: Dataset | None = N
     _expect_run(path)
     away = is_deployed(path)
     files = RunFiles(path)
-    if away and not (files.results.exists() and files.model.exists()):
+    if away and not is_finished(files):
         raise CheckpointError(
             f"the run in {path} is not finished, and its clients are on other machines, with layers of their own: "
             f"the model is exported when the run ends. {resume_hint(path)}"
         )
-    return replace(_opened(path, model, dataset, make_engine), away=away)
+    run = _opened(path, model, dataset, make_engine, to_read=True)
+    return replace(run, away=away, notes=(*run.notes, *_about_model(files)))
+
+
+def _about_model(files: RunFiles) -> Iterator[str]:
+    with suppress(CheckpointError):  # of damaged results, on which nothing depends here
+        if is_finished(files) and not model_fits(files):
+            yield f"{files.model} was altered: it is not the model that {files.results.name} is about"
 
 
 def _expect_run(path: Path) -> None:
@@ -114,11 +131,20 @@ def _expect_run(path: Path) -> None:
         raise CheckpointError(f"there is no run in {path}: it has no config.toml. Start one with: fedprophet train")
 
 
-def _opened(path: Path, model: OwnModel, dataset: Dataset | None, engine: EngineMaker, round: int | None = None) -> Run:
+def _opened(
+    path: Path,
+    model: OwnModel,
+    dataset: Dataset | None,
+    engine: EngineMaker,
+    round: int | None = None,
+    to_read: bool = False,
+) -> Run:
     files = RunFiles(path)
     session = assemble(load_config(files.config), files.clients, model, dataset, engine)
     checkpoints = checkpoints_of(files, session)
     if not checkpoints.present() and not round:
+        session.layers.expect({})
         return Run(files, session, session.method.initial(), session.notes)
-    state, _, notes = checkpoints.load(session.method.state, round)
-    return Run(files, session, state, (*session.notes, *notes))
+    state, _, notes, known = checkpoints.load(session.method.state, round)
+    more = check_folder(files, session.layers, known, to_read) if known else [NOT_CHECKED]
+    return Run(files, session, state, (*session.notes, *notes, *more), contents=known)

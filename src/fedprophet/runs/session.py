@@ -90,7 +90,7 @@ def assemble(
         layers, features = ClientStore(clients, LAYERS_MEMORY), FeatureCache(CACHE_MEMORY, CACHE_DISK)
         side = assemble_client(config, dataset, features, layers, model)
         world, budget = _world(config, dataset, side)
-        made = engine(EngineParts(side.population, side.workspaces, budget, resolved, dataset, clients))
+        made = engine(EngineParts(side.population, side.workspaces, budget, resolved, dataset, layers))
         if not isinstance(made, RemoteEngine) or not made.remote:
             world = replace(world, sizes=side.population.samples)
         return Session(

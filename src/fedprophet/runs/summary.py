@@ -8,7 +8,7 @@ from torch import Tensor
 from fedprophet.runs.asking import WatchedEngine
 from fedprophet.runs.engine_history import spans
 from fedprophet.runs.evaluator import Evaluator, cells, conditions
-from fedprophet.runs.journal import Journal
+from fedprophet.runs.journal import Journal, timings_of
 from fedprophet.runs.run import Run
 from fedprophet.runs.session import Session
 from fedprophet.server.coordinator import Record
@@ -32,7 +32,7 @@ def closing_summary(run: Run, engine: WatchedEngine, whole: Mapping[str, Tensor]
         "modules": _module_rows(session),
         "memory": training_memory(records),
         "simulated": simulated_seconds(records),
-        "engines": [span.to_json() for span in spans(Journal(run.files.timings).read())],
+        "engines": [span.to_json() for span in spans(timings_of(run.files).read())],
         # The closing evaluation is left out: it moves the same for every method.
         **({"wire": moved, "faults": fault_count(records)} if moved else {}),
         **({"closing": closing_account} if closing_account else {}),

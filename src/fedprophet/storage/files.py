@@ -1,5 +1,6 @@
 """Files that are whole or not there at all, whenever the process or the machine stops."""
 
+import hashlib
 import json
 import os
 import shlex
@@ -18,6 +19,11 @@ IDENTITY = "flower.json"
 PILOT = "deploy.toml"
 """A pilot's file; its runs are in runs/ beside it."""
 TRY_AGAIN = "Make room there or correct its permissions, then try again"
+
+
+def file_hash(data: bytes = b"") -> "hashlib.blake2b":
+    """Return the hash by which the files of a run are known, begun with some data."""
+    return hashlib.blake2b(data, digest_size=32)
 
 
 def write_atomic(path: Path, data: bytes, advice: str = TRY_AGAIN) -> None:
