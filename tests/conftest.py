@@ -1,7 +1,6 @@
 """What the tests of whole runs share: a very small run, and ways to play and disturb it."""
 
 import copy
-import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -298,17 +297,3 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def steering() -> str:
     """Return what clears a terminal, renames its window and turns its letters round, if it is let through."""
     return "\x1b[2J\x1b]0;owned\x07\u202e"
-
-
-@pytest.fixture(scope="session")
-def free_ports() -> Callable[[int], list[int]]:
-    """Return a function that finds ports on loopback which nobody listens at."""
-
-    def find(count: int) -> list[int]:
-        listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-        ports = [listener.getsockname()[1] for listener in listeners]
-        for listener in listeners:
-            listener.close()
-        return ports
-
-    return find

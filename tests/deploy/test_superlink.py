@@ -11,6 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 from flwr.common.constant import NOOP_FLWR_AID
@@ -200,6 +201,21 @@ def test_a_real_server_takes_registered_nodes_over_tls_and_no_others(server, tmp
     ):
         control.nodes()
     assert json.loads(json.dumps(pilot_status(pilot)))["running"] is False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["body", "headers"])
+def test_strangers_hold_little_memory_and_nodes_get_their_answers(tmp_path, kind):
+    """A hundred connections without a key, each with 32 MiB to send; they once held more than a gigabyte."""
+    program = Path(__file__).parents[2] / "benchmarks" / "strangers.py"
+    options = ["--kinds", kind, "--connections", "100", "--seconds", "8", "--out", str(tmp_path)]
+    done = subprocess.run([sys.executable, program, *options], capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr
+    (found,) = json.loads((tmp_path / "strangers.json").read_text())
+    assert found["most"] - found["before"] < 100 * 2**20
+    assert found["failures"] == 0, done.stdout
+    assert found["kept"]
+    assert found["fresh"]
 
 
 @pytest.mark.slow

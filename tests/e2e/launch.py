@@ -1,9 +1,12 @@
-"""What a forked process does: become `fedprophet ARGUMENTS` (see conftest.py, which puts JOB here)."""
+"""What a forked process does: become `fedprophet ARGUMENTS` (see processes.py, which puts JOB here)."""
 
+import json
 import os
 import resource
+import runpy
 import signal
 import sys
+from pathlib import Path
 
 JOB = globals()["JOB"]  # run_path put it there
 
@@ -31,8 +34,18 @@ os.chdir(JOB["folder"])
 _standard_streams()
 if "limit" in JOB:
     resource.setrlimit(resource.RLIMIT_FSIZE, (JOB["limit"], resource.RLIM_INFINITY))
+if JOB.get("group"):
+    os.setpgid(0, 0)
 sys.argv = ["fedprophet", *JOB["arguments"]]
 
 from fedprophet.cli import main  # noqa: E402
 
-main()
+faults = None
+if "faults" in JOB:
+    faults = runpy.run_path(str(Path(__file__).with_name("faults.py")))["Faults"](**JOB["faults"])
+    faults.install()
+try:
+    main()
+finally:
+    if faults is not None and faults.at is None:
+        Path(JOB["points"]).write_text(json.dumps(faults.names))

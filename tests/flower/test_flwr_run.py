@@ -16,6 +16,8 @@ import torch
 if importlib.util.find_spec("ray") is None:  # importing it here would let it read its settings too early
     pytest.skip("Flower's simulation is not installed", allow_module_level=True)
 
+from processes import free_ports
+
 from fedprophet.config.reference import to_toml
 from fedprophet.deploy import environment
 from fedprophet.runs.journal import Journal
@@ -48,7 +50,7 @@ def processes_of(home: Path) -> set[int]:
 
 
 @pytest.fixture
-def flower(tmp_path, free_ports) -> Iterator[Mapping[str, str]]:
+def flower(tmp_path) -> Iterator[Mapping[str, str]]:
     """Return an environment for Flower with a home and ports of its own; what it leaves running is ended."""
     home, (http, control) = tmp_path / "flower home", free_ports(2)
     ports = {"FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(http), "FLWR_LOCAL_CONTROL_API_PORT": str(control)}

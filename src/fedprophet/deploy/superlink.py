@@ -1,16 +1,18 @@
-"""Flower's server (SuperLink) behind the gate, with the pilot's nodes registered.
+"""Flower's server (SuperLink) behind the door and the gate, with the pilot's nodes registered.
 
     python -m fedprophet.deploy.superlink --registered KEYS [the options of flower-superlink …]
 
 `flower-superlink` can neither put a gate in front of its port nor take a folder of keys, and Flower has no public
 interface for either. So this file uses private parts of Flower's server: its parsed options, its web application and
-its state. They are those of Flower 1.41, the release that the extra `flower` requires. Three other files use private
+its state. They are those of Flower 1.41, the release that the extra `flower` requires. Four other files use private
 parts, each for one reason: `alembic_paths` (the server's migrations in a path with a blank), `control` (requests that
-the `flwr` command does not answer in full) and `flower.server_app` (`InMemoryGrid`, to recognise a simulation).
+the `flwr` command does not answer in full), `signatures` (what nodes sign) and `flower.server_app` (`InMemoryGrid`, to
+recognise a simulation).
 """
 
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,9 @@ def serve(keys: Path, arguments: list[str]) -> None:
     from flwr.superlink.cli.flower_superlink import SuperLinkLifespan, _parse_superlink_lifespan_config
     from flwr.superlink.main import create_app
 
+    from fedprophet.deploy.door import DoorServer
+    from fedprophet.deploy.signatures import registered_signer
+
     allow_blanks()
     sys.argv = ["flower-superlink", *arguments]
     config = _parse_superlink_lifespan_config()
@@ -59,8 +64,9 @@ def serve(keys: Path, arguments: list[str]) -> None:
     state = app.state.linkstate_factory.state()
     register(state, keys)
     end_runs(state)
-    uvicorn.run(
-        app=Gate(app),
+    settings = uvicorn.Config(
+        app=Gate(app, registered_signer(app.state.linkstate_factory.state)),
+        ws="none",
         host=config.host,
         port=config.port,
         access_log=False,  # every node asks every few seconds
@@ -71,6 +77,11 @@ def serve(keys: Path, arguments: list[str]) -> None:
         proxy_headers=True,
         forwarded_allow_ips="127.0.0.1,::1",
     )
+    server = DoorServer(settings)
+    with suppress(KeyboardInterrupt):
+        server.run(sockets=[settings.bind_socket()])
+    if not server.started:
+        sys.exit(1)
 
 
 def register(state: Any, keys: Path) -> None:
