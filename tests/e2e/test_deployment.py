@@ -123,7 +123,6 @@ class Deployment:
         self.environment = {
             **{name: value for name, value in os.environ.items() if name not in OFFLINE},
             "HOME": str(folder / "user"),
-            "OMP_NUM_THREADS": "1",
             TAG: str(folder),
         }
         (folder / "user").mkdir()
