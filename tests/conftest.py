@@ -38,13 +38,13 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def wait_until() -> Callable[..., None]:
-    """Return a function that waits for an event; `told()` is what to say if it never comes."""
+def wait_until() -> Callable[[Callable[[], Any]], None]:
+    """Return a function that waits for an event."""
 
-    def wait(true: Callable[[], Any], told: Callable[[], str] = lambda: "") -> None:
+    def wait(true: Callable[[], Any]) -> None:
         end = time.monotonic() + PATIENCE
         while not true():
-            assert time.monotonic() < end, f"never happened: {told()}"
+            assert time.monotonic() < end, "never happened"
             time.sleep(0.01)
 
     return wait
