@@ -4,8 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-# Each test process has one thread: two of them keep two cores busy.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+# Each test process has one thread (conftest.py): two of them keep two cores busy.
+PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 
 .PHONY: run test test-all coverage lint format types check clean help
 

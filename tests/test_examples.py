@@ -1,6 +1,5 @@
 """Every program in examples/ runs, is short, and prints what it promises."""
 
-import os
 import re
 import subprocess
 import sys
@@ -15,10 +14,9 @@ def run(name: str, folder: Path) -> str:
     result = subprocess.run(
         [sys.executable, str(EXAMPLES[name])],
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
     assert result.returncode == 0, result.stderr

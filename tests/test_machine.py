@@ -24,7 +24,7 @@ def test_it_says_what_a_reader_needs():
 def test_a_product_is_timed_on_all_cores_and_the_threads_are_put_back():
     before = torch.get_num_threads()
     rate = machine.product_rate("cpu", seconds=0.05, side=256)
-    assert 1e8 < rate < 1e14
+    assert 0 < rate < 1e14
     assert torch.get_num_threads() == before
 
 

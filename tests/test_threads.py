@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fedprophet.threads import OneThread, torch_threads
+from fedprophet.threads import ONE_THREAD, OneThread, set_threads, torch_threads
 
 
 @pytest.fixture(autouse=True)
@@ -27,3 +27,10 @@ def test_one_thread_ends_with_its_last_holder():
             assert torch.get_num_threads() == 1
         assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == 3
+
+
+def test_what_a_run_sets_stays_when_an_earlier_one_lets_go():
+    """An engine that nobody closed lets go when it is collected, perhaps in the middle of the next run."""
+    with ONE_THREAD:
+        set_threads(2)
+    assert torch.get_num_threads() == 2

@@ -10,8 +10,9 @@ import torch
 
 
 def set_threads(count: int) -> None:
-    """Let torch use this many threads from now on."""
+    """Let torch use this many threads from now on, whoever still holds it to one."""
     torch.set_num_threads(count)
+    ONE_THREAD.before = count
 
 
 @contextmanager
@@ -30,18 +31,18 @@ class OneThread:
 
     def __init__(self) -> None:
         self._holders = 0
-        self._before = 1
+        self.before = 1
 
     def __enter__(self) -> None:
         if not self._holders:
-            self._before = torch.get_num_threads()
+            self.before = torch.get_num_threads()
         self._holders += 1
         torch.set_num_threads(1)
 
     def __exit__(self, *_: object) -> None:
         self._holders -= 1
         if not self._holders:
-            torch.set_num_threads(self._before)
+            torch.set_num_threads(self.before)
 
 
 ONE_THREAD = OneThread()

@@ -26,7 +26,7 @@ def _norms(delta: Tensor) -> Tensor:
     steps=st.integers(1, 6),
     seed=st.integers(0, 10_000),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_stays_inside_ball_and_bounds(norm: str, radius: float, steps: int, seed: int) -> None:
     clean = torch.rand(5, 2, 3, generator=_generator(seed))
     weights = torch.randn(2, 3, generator=_generator(seed + 1))

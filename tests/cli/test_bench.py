@@ -1,8 +1,8 @@
 """`fedprophet bench` as a user meets it."""
 
 import json
+import os
 import re
-import time
 from functools import partial
 
 import pytest
@@ -114,14 +114,12 @@ def test_mistakes_are_said_in_a_sentence(cli, flags, mistake):
 
 def test_a_file_in_the_place_of_the_folder_is_found_before_anything_is_measured(cli, tmp_path):
     (tmp_path / "there").write_text("mine")
-    began = time.monotonic()
     for arguments in ([], ["--growth"]):
         assert "there is a file. Give a folder with --out" in cli("bench", *arguments, "--out", "there").error
         assert "there is a file. Give a folder with --out" in cli("bench", *arguments, "--out", "there/below").error
         said = cli("bench", *arguments, "--out", "x" * 300)
         assert f"cannot write to {'x' * 300}: File name too long. " in said.error
         assert said.out == ""
-    assert time.monotonic() - began < 5
 
 
 def test_a_mistake_elsewhere_leaves_no_folder_behind(cli, tmp_path):
@@ -138,8 +136,8 @@ def test_the_help_has_examples(cli):
 
 @pytest.mark.slow
 def test_quick_ends_soon_and_shows_both_methods(cli):
-    began = time.monotonic()
+    began = sum(os.times()[:4])  # of this process and those that it has waited for
     found = cli("bench", "--quick", "--json").json
-    assert time.monotonic() - began < 180, "a minute on two free cores"
+    assert sum(os.times()[:4]) - began < 240, "a minute on two free cores"
     assert {p["method"] for p in found["projection"]} == {"jfat", "fedprophet"}
     assert found["settings"]["preset"] == "cifar10-balanced-small"

@@ -21,15 +21,10 @@ from fedprophet.deploy.keys import registered_form
 from fedprophet.deploy.pilot import open_pilot, renew
 
 
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
-
-
 @pytest.fixture
-def pilot(cli, tmp_path):
+def pilot(cli, tmp_path, free_ports):
     """A pilot of two nodes in ./pilot, with ports that nobody uses."""
-    assert cli("deploy", "init", "pilot", "--port", free_port()).code == 0
+    assert cli("deploy", "init", "pilot", "--port", *free_ports(1)).code == 0
     return open_pilot(tmp_path / "pilot")
 
 
@@ -198,9 +193,9 @@ def test_the_server_is_started_offline_with_its_programs_in_the_path(cli, pilot,
     assert (pilot.flower / "config.toml").is_file()
 
 
-def test_a_node_is_started_in_its_own_home(cli, pilot, became):
+def test_a_node_is_started_in_its_own_home(cli, pilot, became, free_ports):
     file = pilot.folder("node-1") / "node.toml"
-    file.write_text(file.read_text().replace("port = 9095", f"port = {free_port()}"))
+    file.write_text(file.read_text().replace("port = 9095", f"port = {free_ports(1)[0]}"))
     said = cli("deploy", "node", "pilot/nodes/node-1")
     assert f"Client 1, connecting to {pilot.file.address}" in said.err
     ((command, variables),) = became

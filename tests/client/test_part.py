@@ -47,7 +47,7 @@ def test_parameters_are_those_of_the_segment_and_its_head_alone(network: nn.Sequ
 
 
 @given(seed=st.integers(0, 100_000), mu=st.sampled_from([1e-3, 0.1, 1.0]), scale=st.floats(0.01, 3.0))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_lemma_1_bounds_how_far_features_move(seed: int, mu: float, scale: float) -> None:
     """‖Δz‖ ≤ ‖∇l‖/μ + sqrt(2c/μ + ‖∇l‖²/μ²) for every Δz whose loss rises by at most c, l being l_m on features z_m."""
     generator = torch.Generator().manual_seed(seed)

@@ -4,7 +4,6 @@ import hashlib
 import io
 import tarfile
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
@@ -151,10 +150,11 @@ def test_an_address_that_is_gone(server, remote, tmp_path):
 
 def test_a_connection_that_goes_silent(server, remote, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "TIMEOUT", 0.2)
-    answer = server.answer
-    monkeypatch.setattr(server, "answer", lambda request: (time.sleep(0.6), answer(request)))
+    given_up = threading.Event()
+    monkeypatch.setattr(server, "answer", lambda request: given_up.wait())
     with pytest.raises(DataError, match=r"cannot fetch .*timed out"):
         fetch(remote, tmp_path, OTHERWISE)
+    given_up.set()
 
 
 def test_a_full_disk(server, remote, tmp_path):
@@ -175,21 +175,18 @@ def test_the_users_cache(monkeypatch, tmp_path):
     assert cache_home() == tmp_path / ".cache" / "fedprophet"
 
 
-def test_one_at_a_time(tmp_path, caplog):
+def test_one_at_a_time(tmp_path, caplog, wait_until):
     order = []
-    inside = threading.Event()
 
-    def first():
+    def second():
         with alone(tmp_path):
-            inside.set()
-            time.sleep(0.2)
-            order.append("first")
+            order.append("second")
 
-    thread = threading.Thread(target=first)
-    thread.start()
-    inside.wait()
+    thread = threading.Thread(target=second)
     with alone(tmp_path):
-        order.append("second")
+        thread.start()
+        wait_until(lambda: caplog.messages)
+        order.append("first")
     thread.join()
     assert order == ["first", "second"]
     assert caplog.messages == [f"another process is working in {tmp_path}: waiting for it"]

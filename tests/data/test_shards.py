@@ -147,7 +147,7 @@ def test_extreme_concentrations(concentration):
     concentration=st.floats(1e-3, 1e3),
     seed=st.integers(0, 2**40),
 )
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_every_sample_goes_to_exactly_one_client(
     kind, labels, clients, classes_per_client, iid_fraction, concentration, seed
 ):
@@ -247,7 +247,6 @@ def test_split_sizes(size, held_out):
 
 
 @given(size=st.integers(1, 50), part=st.floats(0, 1, exclude_max=True))
-@settings(deadline=None)
 def test_something_is_always_left_to_train_on(size, part):
     train, validation = split(np.arange(size), 0, 0, part)
     assert len(train) >= 1

@@ -1,6 +1,5 @@
 """Fixtures that start real processes; see processes.py."""
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -42,12 +41,9 @@ def program() -> list[str]:
 @pytest.fixture(scope="session")
 def run_program(program: list[str]) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run the installed command to its end."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
 
     def run(*arguments: object, folder: Path) -> subprocess.CompletedProcess[str]:
         words = [*program, *map(str, arguments)]
-        return subprocess.run(
-            words, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
-        )
+        return subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=PATIENCE, check=False)
 
     return run

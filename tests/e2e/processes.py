@@ -7,6 +7,7 @@ waits for torch to be imported. What runs is `fedprophet.cli.main` in a process 
 import json
 import multiprocessing
 import os
+import random
 import runpy
 import signal
 import socket
@@ -17,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 LAUNCH = str(Path(__file__).with_name("launch.py"))
-PATIENCE = 120
-"""Seconds after which a process is stuck, on a machine with much else to do."""
+PATIENCE = 900
+"""Seconds after which a process is stuck, on a machine with very much else to do."""
 
 
 class Command:
@@ -96,13 +97,29 @@ class Command:
         return json.loads(self.stdout)
 
 
+_KEPT: list[socket.socket] = []
+
+
 def free_ports(count: int) -> list[int]:
-    """Return ports on loopback which nobody listens at."""
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [listener.getsockname()[1] for listener in listeners]
-    for listener in listeners:
-        listener.close()
-    return ports
+    """Return ports on loopback for servers, which no process beside this one is given here.
+
+    They are below those that a system gives to connections. The same port for datagrams, which nobody uses, is kept
+    until this process ends, so that none is found twice.
+    """
+    ports = (port for port in random.SystemRandom().sample(range(20_000, 32_000), 12_000) if _take(port))
+    return [next(ports) for _ in range(count)]
+
+
+def _take(port: int) -> bool:
+    mark = socket.socket(type=socket.SOCK_DGRAM)
+    try:
+        mark.bind(("127.0.0.1", port))
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError:
+        mark.close()
+        return False
+    _KEPT.append(mark)
+    return True
 
 
 @contextmanager

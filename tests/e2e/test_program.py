@@ -1,9 +1,7 @@
 """The installed program, as a stranger starts it."""
 
-import os
 import subprocess
 import sys
-import time
 
 import pytest
 from safetensors.torch import load_file
@@ -56,22 +54,17 @@ def test_a_mistake_is_said_in_a_sentence_with_code_2(run_program, tmp_path):
 def test_a_hundred_thousand_clients_start_in_seconds_and_in_less_than_a_gigabyte(program, tiny_flags, tmp_path):
     settings = {**QUICK, "population.clients": 100_000, "evaluate.clients": 5, "measure.clients": 5}
     words = [*program, "train", *tiny_flags(settings), "--out", "run", "--json"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    began = time.monotonic()
     # A process inherits the peak of the one that started it, so a small one starts it and reads what it took.
     measured = subprocess.run(
         [sys.executable, "-c", MEASURE, *words],
         cwd=tmp_path,
-        env=environment,
         capture_output=True,
         check=True,
         text=True,
     )
-    seconds = time.monotonic() - began
     peak, processor = map(float, measured.stdout.split())
     assert peak < 1e9
     assert processor < 30, "processor time, most of which torch takes to be imported"
-    assert seconds < 100, "wall-clock time, on a machine with much else to do"
     assert len(list((tmp_path / "run" / "clients").rglob("*.safetensors"))) <= 2 * 2
 
 

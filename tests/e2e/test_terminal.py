@@ -42,7 +42,7 @@ class Terminal:
     def close(self):
         """Return all that was written."""
         os.close(self.theirs)
-        self._reader.join(10)
+        self._reader.join(600)
         os.close(self.ours)
         return b"".join(self._parts).decode()
 

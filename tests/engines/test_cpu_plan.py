@@ -27,7 +27,6 @@ from fedprophet.messages.tasks import Evaluate, Measure, Train
 from fedprophet.messages.values import FrozenModule, LocalTraining, Resources
 from fedprophet.models import MODELS, build
 from fedprophet.models.normalize import Normalize
-from fedprophet.threads import torch_threads
 from fedprophet.threat import feature_threat, input_threat
 
 CLASSES = 5
@@ -35,13 +34,6 @@ OPTIONS = {"vit": {"patch": 4, "dim": 16, "depth": 2, "heads": 2, "mlp_dim": 32}
 SHAPES = {"cnn4": (3, 56, 56), "vit": (3, 16, 16), "cnn3": (3, 16, 16), "own": (3, 12, 12), "vgg-small": (3, 16, 16)}
 SOME = ("vgg-small", "resnet10", "cnn3", "vit", "own")
 ALL = (*SOME, *(pytest.param(name, marks=pytest.mark.slow) for name in sorted({*MODELS} - {*SOME})))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    """Layers as small as these are slower with several."""
-    with torch_threads(1):
-        yield
 
 
 class Own(nn.Module):

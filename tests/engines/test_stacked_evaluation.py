@@ -120,6 +120,7 @@ def test_a_cascade_is_evaluated_from_the_image_on(cascade, evaluations, assert_s
     assert_same_evaluation(session, tasks)
 
 
+@pytest.mark.usefixtures("same_starts")
 @pytest.mark.parametrize("kernels", [Kernels(), Kernels(16)], ids=["exact", "padded"])
 def test_measuring(cascade, kernels, stacked, paired):
     asked = [

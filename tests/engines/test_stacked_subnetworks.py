@@ -85,6 +85,7 @@ def test_a_sub_network_does_not_depend_on_who_is_beside_it(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("same_starts")
 def test_attacks_on_sub_networks_find_losses_as_high(session_of, stacked, partial_tasks, paired):
     changes = {"train.iterations": 12, "train.batch": 32, "rounds": 4, "train.warmup": 3, "model.options": {"width": 6}}
     session = session_of({"method": "heterofl", **EVEN, **changes})
@@ -100,7 +101,8 @@ def test_attacks_on_sub_networks_find_losses_as_high(session_of, stacked, partia
     pairs = paired(stacked(session).map(tasks), session.engine.map(tasks))
     mine, theirs = (sum(update.loss for update in side) - clean for side in zip(*pairs, strict=True))
     assert theirs > 1.0
-    assert mine == pytest.approx(theirs, rel=0.05)
+    # Apart only where a gradient is so small that its sign is noise: by 0.3 % in the worst of eight seeds.
+    assert mine == pytest.approx(theirs, rel=0.02)
 
 
 def as_evaluation(task: Train, threat: ThreatModel) -> Evaluate:

@@ -194,6 +194,7 @@ def test_two_sets_of_statistics_follow_clean_and_attacked_batches(
     assert local["adversarial.features.1.num_batches_tracked"] == local["features.1.num_batches_tracked"] > 0
 
 
+@pytest.mark.usefixtures("same_starts")
 def test_attacks_in_training_find_losses_as_high(learned, stacked, paired):
     session, state = learned.session, replace(learned.states[-1], round=9)
     tasks = [session.method.train_task(state, client) for client in range(6)]
@@ -205,5 +206,4 @@ def test_attacks_in_training_find_losses_as_high(learned, stacked, paired):
     raised = [mine.loss - floor for (mine, _), floor in zip(pairs, clean, strict=True)]
     expected = [theirs.loss - floor for (_, theirs), floor in zip(pairs, clean, strict=True)]
     assert min(expected) > 0.2
-    assert raised == pytest.approx(expected, rel=0.1)
-    assert sum(raised) == pytest.approx(sum(expected), rel=0.03)
+    assert raised == pytest.approx(expected, rel=0.02)

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -42,15 +41,9 @@ METHODS = {
     "heterofl": {"method": "heterofl", "rounds": 2, "population.cohort": 3},
     "fedrbn": {"method": "fedrbn", "rounds": 2, "population.cohort": 3, "memory.budget": "100%"},
 }
-PATIENCE = 60
+PATIENCE = 600
+"""Seconds after which something is stuck, on a machine with very much else to do."""
 FORK = multiprocessing.get_context("fork")
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    """Every test ends with the threads that it began with."""
-    with torch_threads():
-        yield
 
 
 @pytest.fixture
@@ -96,11 +89,10 @@ def gone(process: int) -> bool:
     return not Path(f"/proc/{process}").exists()
 
 
-def wait_until(true: Callable[[], bool], seconds: float = PATIENCE) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "never happened"
-        time.sleep(0.005)
+def processor_ticks(process: int) -> int:
+    """Return the processor time that a process has taken."""
+    numbers = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return int(numbers[11]) + int(numbers[12])
 
 
 def by_the_same_plan(engine):
@@ -434,7 +426,7 @@ class Run:
 
 
 @pytest.mark.slow
-def test_workers_leave_when_their_process_is_killed_in_the_middle_of_a_task(tiny):
+def test_workers_leave_when_their_process_is_killed_in_the_middle_of_a_task(tiny, wait_until):
     def work(say: Callable[[object], None]) -> None:
         session = assemble(tiny(WORKERS))
         say(session.engine.processes)
@@ -442,11 +434,11 @@ def test_workers_leave_when_their_process_is_killed_in_the_middle_of_a_task(tiny
 
     run = Run(work)
     assert len(run.workers) == 2
-    time.sleep(0.3)
-    assert all(map(alive, run.workers))
+    idle = {worker: processor_ticks(worker) for worker in run.workers}
+    wait_until(lambda: all(processor_ticks(worker) > ticks + 10 for worker, ticks in idle.items()))
     run.process.kill()
     assert run.code() == -signal.SIGKILL
-    wait_until(lambda: not any(map(alive, run.workers)), seconds=20)
+    wait_until(lambda: not any(map(alive, run.workers)))
 
 
 @pytest.mark.slow
@@ -486,7 +478,7 @@ from fedprophet.runs.session import assemble
 session = assemble(parse_config({"engine": "workers", "threads": 2}))
 print(*session.engine.processes)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=180, check=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE, check=True)
     assert done.stderr == ""
     assert len(done.stdout.split()) == 2
     assert not any(alive(int(process)) for process in done.stdout.split())

@@ -321,7 +321,6 @@ import torch
 from fedprophet.messages.modules import digest
 from fedprophet.flower.cache import ModuleCache
 
-torch.set_num_threads(1)
 folder, limit, seed, turns = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 modules = {digest(m): m for m in ({"w": torch.full((5000,), float(n))} for n in range(6))}
 random.seed(seed)
@@ -345,9 +344,8 @@ print(json.dumps({"asked": asked}), flush=True)
 
 def start(folder: Path, limit: int, seed: int, turns: int) -> "subprocess.Popen[str]":
     arguments = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(folder), str(limit), str(seed), str(turns)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+        arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
 
 
@@ -355,7 +353,7 @@ def finish(processes: Iterable["subprocess.Popen[str]"]) -> list[int]:
     """Return how many modules each process had to ask for."""
     asked = []
     for process in processes:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=600)
         assert process.returncode == 0, err
         assert "damaged" not in err
         assert "not kept" not in err
@@ -378,11 +376,11 @@ def test_several_processes_share_a_folder(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_process_killed_in_the_middle_leaves_a_sound_folder(folder: Path) -> None:
+def test_a_process_killed_in_the_middle_leaves_a_sound_folder(folder: Path, wait_until) -> None:
     process = start(folder, 1, seed=0, turns=10**6)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
-    time.sleep(0.2)
+    wait_until(lambda: list(folder.glob("*.safetensors")))
     assert process.poll() is None
     process.send_signal(signal.SIGKILL)
     process.communicate()

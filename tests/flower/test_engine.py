@@ -121,7 +121,6 @@ def test_updates_are_the_plain_engines(connect, parts, tmp_path, same_tensors):
         config = {"partition-id": client, "home": str(tmp_path / str(client)), "threads": 1}
         return lambda record: answer(record, config)
 
-    torch.set_num_threads(1)
     tasks = [train(parts, client) for client in CLIENTS]
     engine = connect({100 + client: real(client) for client in CLIENTS}, Timeouts(deadline=60))
     found = {update.client: update for update in engine.map(tasks)}

@@ -43,16 +43,8 @@ from fedprophet.runs.session import assemble
 from fedprophet.storage.files import tensors_to_bytes
 
 RUN = "feedbeef"
-# One thread, as the fixture gives the plain engine: the bits of a sum depend on how many share it.
+# One thread, as the plain engine has here: the bits of a sum depend on how many share it.
 MACHINE = {"memory": "3MB", "flops": 2.5e9, "bandwidth": 100, "threads": 1}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

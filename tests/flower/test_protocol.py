@@ -573,7 +573,7 @@ names = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 mappings = st.dictionaries(names, tensors(), max_size=3)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.floats(), st.floats(), mappings, mappings)
 def test_any_answer_arrives_as_it_was(
     weight: float, loss: float, parameters: dict[str, Tensor], local: dict[str, Tensor]
@@ -582,7 +582,7 @@ def test_any_answer_arrives_as_it_was(
     assert bits(unpack_answer(sent(pack_answer(answer)))) == bits(answer)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.floats(), st.floats(), mappings, mappings)
 def test_any_task_arrives_as_it_was(
     radius: float, low: float, parameters: dict[str, Tensor], module: dict[str, Tensor]
@@ -683,7 +683,7 @@ SMALL_ANSWERS = [
 ]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(mutated([small_task]))
 def test_a_mutated_task_is_refused_or_sound(record: RecordDict) -> None:
     """What is accepted has to be as it should be in every type: it can be sent on and arrives as it is."""
@@ -695,7 +695,7 @@ def test_a_mutated_task_is_refused_or_sound(record: RecordDict) -> None:
     assert bits(order(again)) == bits(arrived)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(mutated(SMALL_ANSWERS))
 def test_a_mutated_answer_is_refused_or_sound(record: RecordDict) -> None:
     wire_bytes(record)

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 pytest.importorskip("flwr")
@@ -22,7 +21,6 @@ from fedprophet.data import load
 from fedprophet.deploy import DeployError
 from fedprophet.deploy.keys import REGISTERED, make_key_pair, registered_form
 from fedprophet.errors import CheckpointError, ConfigError, TrainingError
-from fedprophet.flower import server_app
 from fedprophet.flower.engine import engine_of_devices
 from fedprophet.flower.node import answer
 from fedprophet.flower.protocol import is_hello
@@ -34,6 +32,7 @@ from fedprophet.runs.play import play
 from fedprophet.runs.run import reopen
 from fedprophet.runs.session import assemble
 
+pytestmark = pytest.mark.usefixtures("clock")  # nodes may take as long as they need
 CHANGES = {
     "method": "jfat",
     "rounds": 3,
@@ -46,13 +45,6 @@ CHANGES = {
     "evaluate.test_samples": 20,
     "flower.deadline": 30.0,
 }
-
-
-@pytest.fixture(autouse=True)
-def _threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -117,7 +109,7 @@ def test_whole_run_and_one_that_was_killed_are_the_same(pilot, config, tmp_path)
     assert results["faults"] == 0
 
 
-def test_run_goes_on_without_a_node_that_dies(pilot, config, tmp_path, clock):
+def test_run_goes_on_without_a_node_that_dies(pilot, config, tmp_path):
     grid = pilot()
     dying, tasks = grid.nodes[11], []
 
@@ -135,7 +127,7 @@ def test_run_goes_on_without_a_node_that_dies(pilot, config, tmp_path, clock):
     assert all(set(each) <= {"1"} for each in faults)
 
 
-def test_nobody_answers_stops_the_run_with_the_reason(fake_grid, config, tmp_path, clock):
+def test_nobody_answers_stops_the_run_with_the_reason(fake_grid, config, tmp_path):
     grid = fake_grid({10: real(tmp_path, 7)})
     grid.nodes[10] = lambda record: answer(record, {})
     given = {"config": config, "out": str(tmp_path / "run"), "overrides": "flower.deadline=0.05"}
@@ -262,8 +254,7 @@ def test_main_prints_the_error_and_fails(pilot, capsys):
 
 
 @pytest.mark.usefixtures("ray_starts")
-def test_simulation_of_too_few_nodes_is_refused_before_anything_is_written(pilot, config, tmp_path, monkeypatch):
-    monkeypatch.setattr(server_app, "SECONDS_TO_REGISTER", 0.1)
+def test_simulation_of_too_few_nodes_is_refused_before_anything_is_written(pilot, config, tmp_path):
     out = tmp_path / "run"
     given = {"config": config, "out": str(out), "overrides": "population.clients=5"}
     reason = r"3 nodes, but the run has 5 clients.*'num-supernodes=5'.*population.clients=3"
@@ -272,8 +263,7 @@ def test_simulation_of_too_few_nodes_is_refused_before_anything_is_written(pilot
     assert not out.exists()
 
 
-def test_simulation_without_nodes_is_refused(fake_grid, monkeypatch):
-    monkeypatch.setattr(server_app, "SECONDS_TO_START", 0.1)
+def test_simulation_without_nodes_is_refused(fake_grid):
     with pytest.raises(ConfigError, match="0 nodes"):
         expect_nodes(fake_grid({}), 2)
 

@@ -46,18 +46,9 @@ SMALL = {"method": "jfat", "rounds": 3, "train.iterations": 1, "attack.steps": 1
 
 @pytest.fixture(autouse=True)
 def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
+    """Every test ends with the threads that it began with."""
     yield
-    assert torch.get_num_threads() == before
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    assert torch.get_num_threads() == 1
 
 
 def content(run: Path) -> dict[str, Any]:

@@ -55,15 +55,12 @@ def test_another_seed_gives_other_bytes(tiny, small, tmp_path, contents, undistu
 
 
 def test_the_number_of_threads_is_recorded_and_used_again(tiny, small, tmp_path):
-    try:
-        torch.set_num_threads(2)
-        run = start(tiny({**small, "engine": "plain", "threads": 0}), tmp_path / "run")
-        assert "threads = 2" in run.files.config.read_text()
-        torch.set_num_threads(1)
-        reopen(tmp_path / "run")
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(1)
+    torch.set_num_threads(2)
+    run = start(tiny({**small, "engine": "plain", "threads": 0}), tmp_path / "run")
+    assert "threads = 2" in run.files.config.read_text()
+    torch.set_num_threads(1)
+    reopen(tmp_path / "run")
+    assert torch.get_num_threads() == 2
 
 
 @pytest.mark.parametrize("method", ["fedprophet", "jfat"])

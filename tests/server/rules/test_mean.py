@@ -162,7 +162,7 @@ def test_average_is_taken_in_float64():
     assert result.item() == pytest.approx(1 / 3)  # in float32 the 1 would vanish
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_one_client_changes_kept_coordinates_alone(data):
     wide, high = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 6))
