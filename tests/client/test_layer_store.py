@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from fedprophet.client import layer_store
 from fedprophet.client.layer_store import ClientStore, LayerDigests
 from fedprophet.errors import CheckpointError
 from fedprophet.messages.modules import digest
@@ -469,6 +470,22 @@ def test_what_left_memory_is_held_against_what_was_stored(folder: Path) -> None:
     shutil.copy(file_of(folder, 2), file_of(folder, 3))
     with pytest.raises(CheckpointError, match=r"3\.safetensors does not hold"):
         get(store, 3, 9)
+
+
+def test_a_stop_while_layers_are_stored_leaves_those_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C writes a checkpoint of the round before: what it comes in the middle of must not be in the way."""
+    store = ClientStore(tmp_path, MANY)
+    put(store, 1, 3)
+
+    def stop(tensors: object) -> str:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(layer_store, "digest", stop)
+        with pytest.raises(KeyboardInterrupt):
+            put(store, 1, 4)
+    store.flush()
+    assert get(opened(tmp_path, store.digests(3)), 1, 9) == 3
 
 
 def test_a_lent_file_is_checked_and_read_again(folder: Path) -> None:

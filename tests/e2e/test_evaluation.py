@@ -60,7 +60,7 @@ def test_kill_9_again_and_again(launch, run, undisturbed):
     assert last.stderr == ""
     assert (run / "evaluation.json").read_bytes() == written
     assert parts(run)[: len(kept) - 1] == kept[:-1], "what was kept is not measured again; the last may be torn"
-    whole = [json.loads(line)["task"] for line in parts(run) if line.endswith(b"}}")]
+    whole = [json.loads(line)["task"] for line in parts(run) if line.endswith(b'"}')]
     assert len(set(whole)) == len(whole)
     # The masking check does not repeat what was measured in the run's own ball.
     assert len(whole) == TASKS

@@ -118,9 +118,10 @@ class ClientStore:
         key = (architecture, client)
         found = self._find(key) or _Client()
         copy = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
-        found.versions = {**_useful(found.versions, round, timeline), round: MappingProxyType(copy)}
+        versions = {**_useful(found.versions, round, timeline), round: MappingProxyType(copy)}
         known = {**self._digests.get(key, {}), round: digest(copy)}
-        self._digests[key] = {version: known[version] for version in found.versions}
+        self._digests[key] = {version: known[version] for version in versions}
+        found.versions = versions
         found.dirty = True
         self._clients.put(key, found)
 
@@ -205,6 +206,8 @@ def _keys(directory: Path) -> set[Key]:
 
 
 def _to_bytes(versions: Mapping[int, Layers], digests: Mapping[int, str]) -> bytes:
+    # A Ctrl-C may have come after one was changed and before the other was.
+    versions = {version: layers for version, layers in versions.items() if version in digests}
     tensors = {f"{version}/{name}": value for version, layers in versions.items() for name, value in layers.items()}
     # Versions are listed apart, because a version of a model without norm layers has no tensors.
     about = {"versions": " ".join(map(str, versions)), "digests": " ".join(digests[version] for version in versions)}
