@@ -217,9 +217,10 @@ def test_a_finished_run_makes_its_model_again(finished, contents, undisturbed):
     assert contents(finished) == undisturbed
 
 
+@pytest.mark.parametrize("text", ["{", "[]", "7", "[" * 100_000])
 @pytest.mark.parametrize("name", ["results.json", "inputs.json"])
-def test_a_damaged_file_is_named_and_made_again(finished, contents, undisturbed, name):
-    (finished / name).write_text("{")
+def test_a_damaged_file_is_named_and_made_again(finished, contents, undisturbed, name, text):
+    (finished / name).write_text(text)
     with pytest.raises(CheckpointError, match=rf"{name} is damaged\. Delete it: it is made again"):
         play(reopen(finished))
     (finished / name).unlink()

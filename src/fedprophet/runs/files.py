@@ -1,12 +1,11 @@
 """The files of a run's folder."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fedprophet.errors import CheckpointError
-from fedprophet.storage.files import IDENTITY, how_to_resume
+from fedprophet.storage.files import IDENTITY, how_to_resume, parse_json
 
 
 class RunFiles:
@@ -42,10 +41,17 @@ def read_results(path: Path) -> Mapping[str, Any]:
 def read_json(file: Path) -> Mapping[str, Any]:
     """Return the content of one of a run's JSON files; CheckpointError if it is damaged."""
     try:
-        table: Mapping[str, Any] = json.loads(file.read_bytes())
+        table = parse_json(file.read_bytes())
     except ValueError:
-        raise CheckpointError(f"{file} is damaged. Delete it: it is made again. {resume_hint(file.parent)}") from None
+        table = None
+    if not isinstance(table, dict):
+        raise damaged(file)
     return table
+
+
+def damaged(file: Path) -> CheckpointError:
+    """Return the error of a JSON file that is not as it was written."""
+    return CheckpointError(f"{file} is damaged. Delete it: it is made again. {resume_hint(file.parent)}")
 
 
 def resume_hint(path: Path) -> str:
