@@ -5,7 +5,13 @@ command line prints that text without a traceback and exits with code 2; any oth
 """
 
 import difflib
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+_NO_MEMORY = re.compile("can't allocate memory|not enough memory|out of memory|size calculation overflowed")
+_ASKED = re.compile(r"to allocate ([0-9.]+ \w+)")
+"""How much memory could not be had, as torch and NumPy tell it."""
 
 
 class FedProphetError(Exception):
@@ -34,6 +40,23 @@ class CheckpointError(FedProphetError):
 
 class TrainingError(FedProphetError):
     """A run that cannot continue; its last checkpoint is intact."""
+
+
+class OutOfMemoryError(TrainingError):
+    """The machine's memory does not suffice."""
+
+
+@contextmanager
+def memory_for(work: str, advice: str) -> Iterator[None]:
+    """Raise OutOfMemoryError where the memory does not suffice: what it was for, and what to do."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and not _NO_MEMORY.search(str(error)):
+            raise
+        asked = _ASKED.search(str(error))
+        amount = f" ({asked[1]} could not be had)" if asked else ""
+        raise OutOfMemoryError(f"out of memory: {work}{amount}. {advice}") from error
 
 
 def nearest(given: str, known: Iterable[str]) -> list[str]:

@@ -1,5 +1,6 @@
 """Sizes as people write them: `60MB`, `1.5GB`, `64MiB` or plain bytes. MB is 10^6 bytes, as in the paper."""
 
+import math
 import re
 from fractions import Fraction
 
@@ -17,21 +18,31 @@ UNITS = {
     "GIB": 2**30,
     "TIB": 2**40,
 }
-_PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*")
-_SHARE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*%\s*")
+MOST_BYTES = 10**18
+MOST_SIDE, MOST_ELEMENTS = 10**6, 10**9
+"""Limits of an input: larger ones could not be counted in 64 bits."""
+_PATTERN = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*")
+_SHARE = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?|\.[0-9]{1,30})\s*%\s*")
 
 
 def parse_size(text: str | int) -> int:
     """Return a size in bytes; raise ConfigError if the text is not a positive size."""
     if isinstance(text, bool) or not isinstance(text, int | str):
         raise ConfigError(f"{text!r} is not a size. Allowed: 60MB, 1.5GB, 64MiB or a number of bytes")
-    match = _PATTERN.fullmatch(str(text))
+    if isinstance(text, int):
+        return _checked_size(text, text)
+    match = _PATTERN.fullmatch(text)
     unit = UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None:
-        raise ConfigError(f"{str(text)!r} is not a size. Allowed: 60MB, 1.5GB, 64MiB or a number of bytes")
-    size = round(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+        raise ConfigError(f"{text!r} is not a size. Allowed: 60MB, 1.5GB, 64MiB or a number of bytes")
+    return _checked_size(round(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit, text)
+
+
+def _checked_size(size: int, text: str | int) -> int:
     if size <= 0:
         raise ConfigError(f"a size must be positive, not {str(text)!r}")
+    if size > MOST_BYTES:
+        raise ConfigError(f"a size must be at most {MOST_BYTES} bytes")
     return size
 
 
@@ -59,8 +70,12 @@ def parse_budget(text: str | int, whole: int) -> int:
 def parse_shape(text: str) -> tuple[int, ...]:
     """Return the shape of one input, as in `3x32x32`; raise ConfigError if the text is not one."""
     sides = text.strip().lower().split("x")
-    if not all(side.isascii() and side.isdigit() and int(side) > 0 for side in sides):
-        raise ConfigError(f"{text!r} is not an input shape. Allowed: positive numbers joined by x, as in 3x32x32")
+    fits = all(side.isascii() and side.isdigit() and len(side) < 10 and 0 < int(side) <= MOST_SIDE for side in sides)
+    if not fits or math.prod(map(int, sides)) > MOST_ELEMENTS:
+        raise ConfigError(
+            f"{text!r} is not an input shape. Allowed: positive numbers joined by x, as in 3x32x32; at most "
+            f"{MOST_ELEMENTS} values in all"
+        )
     return tuple(map(int, sides))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from fedprophet.cli import main
+from fedprophet.cli.stopping import SIGNALS
 from fedprophet.runs.play import play
 from fedprophet.runs.run import start
 
@@ -59,9 +60,10 @@ def cli(
         return Said(int(end.value.code or 0), out, err)
 
     monkeypatch.chdir(tmp_path)
-    before = signal.getsignal(signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in SIGNALS}
     yield run
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

@@ -94,6 +94,8 @@ MISTAKES = {
     "an engine that is not there": (["--engine", "gpu"], "--engine: unknown engine 'gpu'. "),
     "a stage that is no number": (["--stages", "1,last"], "--stages: '1,last' is not a list of positive numbers"),
     "a stage that is not there": (["--stages", "9"], "--stages: there is no stage 9. digits has stages 1 to 3"),
+    "a stage of endless digits": (["--stages", "9" * 5000], "is not a list of positive numbers"),
+    "stages of a method without": (["--only", "jfat", "--stages", "1"], "--stages are FedProphet's: add it to --only"),
     "sizes without growth": (["--sizes", "100"], "--sizes needs --growth"),
     "stages of no training": (["--growth", "--stages", "1"], "besides training: leave out --stages"),
     "growth of real data": (["--growth", "--real-data"], "besides training: leave out --real-data"),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -140,6 +141,17 @@ def test_an_override_that_is_not_text_is_refused() -> None:
         ("trimmed_mean.trim=0.5", "0.5", "a number of at least 0 and below 0.5"),
         ("seed=-1", "-1", "at least 0"),
         ("train.batch.size=3", "{size = 3}", "a whole number of at least 1"),
+        (f"seed={'7' * 5000}", "7777", "at most 9223372036854775807"),
+        (f"seed={'[' * 3000}", "[[[[", "at most 9223372036854775807"),
+        ("fleet.exponent=1.7e308", "1.7e+308", "a number of at least -100 and at most 100"),
+        ("population.clients=1000000000000", "1000000000000", "at least 1 and at most 10000000"),
+        ("rounds=1000000000000", "1000000000000", "a whole number of at least 1 and at most 1000000000"),
+        ("train.warmup=1000000000000", "1000000000000", "a whole number of at least 0, or a share"),
+        ("train.learning_rate=1e308", "1e+308", "a number above 0 and at most 1e+30"),
+        (f"memory.budget={'9' * 5000}", '"9999', '"60MB"'),
+        (f"memory.budget={'9' * 5000}%", '"9999', '"60MB"'),
+        ('data.root="a\\u0000"', '"a\\u0000"', "a text in quotes"),
+        (f"model.options.deep={'[' * 9}1{']' * 9}", "[[[[[[[[[1", "a table"),
     ],
 )
 def test_errors_name_key_given_and_allowed(override: str, given_text: str, allowed: str) -> None:
@@ -456,3 +468,29 @@ def test_keys_that_exclude_each_other_are_those_of_the_run(mine: Callable[[str],
 
 def test_methods_are_not_set_by_hand() -> None:
     assert message("methods.jfat.rounds=3").startswith("unknown key 'methods' (--set)")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"seed = {'7' * 5000}",
+        f"seed = {'[' * 3000}",
+        f"[{'.'.join('a' * 3000)}]",
+        f"model.options = {'{a = ' * 3000}1{'}' * 3000}",
+        f"train{'.a' * 3000} = 1",
+    ],
+)
+def test_numbers_and_depths_that_python_cannot_read(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError):
+        load_config(file)
+
+
+def test_tables_from_python_are_refused_alike() -> None:
+    deep: Any = 1
+    for _ in range(3000):
+        deep = {"a": deep}
+    for table in ({"seed": 10**5000}, {"model": {"options": deep}}, {"methods": {"jfat": deep}}, {"\ud800": 1}, deep):
+        with pytest.raises(ConfigError):
+            parse_config(table)

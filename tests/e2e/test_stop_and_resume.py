@@ -1,8 +1,10 @@
 """Real processes stopped at real moments; a resume ends with the bytes of a run that nobody disturbed."""
 
+import os
 import re
 import shlex
 import signal
+import time
 
 import pytest
 
@@ -82,6 +84,26 @@ def test_ctrl_c_and_kill_write_a_checkpoint_and_say_how_to_resume(launch, tiny_f
     assert (run / "checkpoints" / f"round-{int(said[1]):06d}").is_dir()
     assert launch(*shlex.split(said[2]), folder=folder).code == 0
     assert outcome(run) == undisturbed
+
+
+@pytest.mark.parametrize("engine", ["plain", "workers"])
+@pytest.mark.parametrize("moment", ["saving", "closing", "leaving"])
+def test_a_second_ctrl_c_changes_nothing(launch, tiny_flags, tmp_path, engine, moment):
+    """It comes while the checkpoint of the first is written, after that, or when Python is about to end."""
+    settings = {"checkpoint.every": 50, "engine": engine, "threads": 2 if engine == "workers" else 1}
+    run = tmp_path / "run"
+    command = launch("train", *tiny_flags(settings), "--out", run).when_lines(run / "journal.jsonl", 2)
+    os.kill(command.process.pid, signal.SIGINT)
+    if moment != "saving":
+        command.when(lambda: any((run / "checkpoints").glob("round-??????")))
+    if moment == "leaving":
+        command.when(lambda: "stopped" in command.stderr)
+    while command.process.is_alive():
+        os.kill(command.process.pid, signal.SIGINT)
+        time.sleep(0.001)
+    assert command.code == 130
+    assert re.fullmatch(r"stopped after round \d+; nothing is lost\. Resume it with: .*\n", command.stderr)
+    assert launch("train", "--resume", run).code == 0
 
 
 @pytest.mark.parametrize("method", ["fedet", "heterofl"])

@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fedprophet.engines import plain
+from fedprophet.errors import OutOfMemoryError
 from fedprophet.messages.tasks import Report
 from fedprophet.messages.values import SERVER
 from fedprophet.runs.session import assemble
@@ -50,6 +52,12 @@ def test_the_device_of_a_client_can_spare_at_least_the_budget(session):
     assert reports[0].resources == session.population.resources(0, 1, session.budget)
     assert len({report.resources.performance for report in reports}) == 12
     assert [report.weight for report in reports[:6]] == [session.population.samples(k) for k in range(6)]
+
+
+def test_a_client_that_runs_out_of_memory_ends_in_a_sentence(session, monkeypatch):
+    monkeypatch.setattr(plain, "run_client", lambda *_: torch.empty(10**15))
+    with pytest.raises(OutOfMemoryError, match=r"client 2 was to report \(4.* bytes .*threads.*train\.batch"):
+        next(session.engine.map([Report(round=1, client=2, seed=0)]))
 
 
 def test_the_server_evaluates_on_the_test_set(session):

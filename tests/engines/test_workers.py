@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedprophet.engines import worker_process
+from fedprophet.engines import plain, worker_process
+from fedprophet.engines.channel import Channel
 from fedprophet.engines.cpu_plan import fast_plan
 from fedprophet.engines.worker_process import WorkerError
 from fedprophet.engines.workers import WorkerEngine, _Queues, _shared
@@ -297,6 +298,19 @@ def test_an_unexpected_error_comes_back_with_its_traceback(opened):
     with pytest.raises(WorkerError, match=r"(?s)Traceback.*in evaluate\n.*KeyError: 'nonsense'"):
         list(session.engine.map([replace(task, attack="nonsense"), replace(task, client=1)]))
     assert len(list(session.engine.map([task]))) == 1
+
+
+@pytest.mark.parametrize("place", ["the task", "its arrival"])
+def test_a_worker_out_of_memory_ends_in_a_sentence(opened, monkeypatch, place):
+    def exhausted(*_):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:  # for the workers, which are forked now
+        patch.setattr(*((plain, "run_client") if place == "the task" else (Channel, "receive")), exhausted)
+        session = opened()
+    texts = {"the task": "out of memory: client . was to train", "its arrival": "a worker process ended by itself"}
+    with within(), pytest.raises(TrainingError, match=rf"{texts[place]}.*threads"):
+        list(session.engine.map(training(session)))
 
 
 def test_a_worker_that_dies_is_reported_and_replaced(opened):

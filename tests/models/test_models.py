@@ -298,6 +298,10 @@ def test_options_reach_the_model():
         ("vit", (3, 32, 32), 10, {"dim": 0}, "option dim of vit"),
         ("vit", (3, 32, 32), 10, {"depth": True}, "option depth of vit"),
         ("vit", (3, 32, 32), 10, {"patch": "4"}, "option patch of vit"),
+        ("vit", (3, 32, 32), 10, {"dim": "64"}, "option dim of vit"),
+        ("vit", (3, 32, 32), 10, {"depth": 10**6}, "option depth of vit .* The most is 1000"),
+        ("vgg-small", (1, 8, 8), 10, {"width": 10**8}, "option width of vgg-small .* The most is 1000000"),
+        ("cnn3", (1, 8, 8), 10, {"width": 10**5000}, "option width of cnn3"),
     ],
 )
 def test_what_cannot_be_built_says_why(name, shape, classes, options, text):

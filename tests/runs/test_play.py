@@ -214,7 +214,7 @@ def test_a_finished_run_makes_its_model_again(finished, contents, undisturbed):
     assert contents(finished) == undisturbed
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "3", "[" * 100_000])
+@pytest.mark.parametrize("text", ["{", "[]", "7", "[" * 100_000])
 def test_damaged_results_are_named_and_made_again(finished, contents, undisturbed, text):
     (finished / "results.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"results\.json is damaged\. Delete it: it is made again"):

@@ -21,7 +21,7 @@ from fedprophet.cascade.cost import ChainCost
 from fedprophet.config.config import Config
 from fedprophet.config.load import load_config
 from fedprophet.data.dataset import Dataset
-from fedprophet.errors import ConfigError
+from fedprophet.errors import ConfigError, OutOfMemoryError, memory_for
 from fedprophet.messages.answers import Answer, Evaluated, Trained
 from fedprophet.messages.tasks import Evaluate, Task, Train
 from fedprophet.methods.fedprophet import Fixed
@@ -180,10 +180,13 @@ def _measure_case(
 ) -> CaseResult:
     measured = CaseResult(case, engine)
     try:
-        with closing(assemble(settings.measured(case.method, engine), dataset=dataset)) as session:
+        with (
+            memory_for("its rounds were played", "Measure a smaller model or smaller batches"),
+            closing(assemble(settings.measured(case.method, engine), dataset=dataset)) as session,
+        ):
             _play(session, settings, measured, watch)
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        measured.failure = f"out of memory: {(str(error) or 'an allocation failed').splitlines()[0]}"
+    except OutOfMemoryError as error:
+        measured.failure = str(error)
     return measured
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fedprophet.data.dataset import Dataset, from_examples
+from fedprophet.data.folder import MOST_PIXELS, check_number
 from fedprophet.data.registry import DataSettings
 from fedprophet.errors import ConfigError
 from fedprophet.randomness import generator
@@ -53,8 +54,11 @@ def sizes_of(data: DataSettings) -> Sizes:
             "Measure with the dataset itself: --real-data"
         )
     sizes = SIZES[data.name]
-    size = data.options.get("size")
-    return replace(sizes, shape=(*sizes.shape[:1], size, size)) if size else sizes
+    if "size" not in data.options:
+        return sizes
+    size = data.options["size"]
+    check_number("size", size, MOST_PIXELS)
+    return replace(sizes, shape=(*sizes.shape[:1], size, size))
 
 
 def synthetic(sizes: Sizes, seed: int) -> Dataset:

@@ -18,10 +18,14 @@ from torch import Tensor, fx, nn
 from torch.fx import Node
 from torch.fx.proxy import Proxy
 
+from fedprophet.cascade import draws
+from fedprophet.cascade.draws import draws_refused
 from fedprophet.errors import ModelError
 
 REMEDY = "Change that code, or hand the model over as an explicit chain (fedprophet.cascade.atoms.explicit_chain)."
 _TORCH = str(Path(torch.__file__).parent)
+_NOT_THE_MODELS = (_TORCH, __file__, draws.__file__, random.__file__)
+"""Code that calls the model's, or that the model's calls."""
 _ROOT = "model"
 
 
@@ -111,19 +115,12 @@ def trace(model: nn.Module, training: bool) -> Traced:
     """Trace a model in training or evaluation mode; raise ModelError where it cannot be traced, and say where."""
     _check_inputs(model)
     host = Host(model)
-    states = torch.get_rng_state(), random.getstate()
     with _undisturbed(model, training):
         try:
-            graph = _Tracer(host).trace(host)
+            with draws_refused():
+                graph = _Tracer(host).trace(host)
         except Exception as error:
             raise ModelError(_explain(model, error)) from error
-    if not torch.equal(states[0], torch.get_rng_state()) or states[1] != random.getstate():
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        raise ModelError(
-            f"{type(model).__name__} draws random numbers that do not depend on its input: cut, it would "
-            f"draw them only once. {REMEDY}"
-        )
     result = next(node for node in graph.nodes if node.op == "output").args[0]
     if not isinstance(result, Node):
         raise ModelError(
@@ -162,7 +159,7 @@ class _Tracer(fx.Tracer):
     def to_bool(self, obj: Proxy) -> bool:
         # An assertion computes nothing: the chain leaves it to the model.
         frame = inspect.currentframe()
-        while frame is not None and frame.f_code.co_filename.startswith((_TORCH, __file__)):
+        while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_MODELS):
             frame = frame.f_back
         if frame is not None and _line(frame, frame.f_lineno).startswith("assert "):
             return True
@@ -251,7 +248,7 @@ def _explain(model: nn.Module, error: Exception) -> str:
     frames = [
         (frame, line)
         for frame, line in traceback.walk_tb(error.__traceback__)
-        if not frame.f_code.co_filename.startswith((_TORCH, __file__))
+        if not frame.f_code.co_filename.startswith(_NOT_THE_MODELS)
     ]
     owners = [names[id(owner)] for frame, _ in frames if id(owner := frame.f_locals.get("self")) in names]
     where = f"submodule {owners[-1]!r}" if owners and owners[-1] else "the model itself"

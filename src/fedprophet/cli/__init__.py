@@ -18,10 +18,11 @@ from fedprophet.cli.help_text import use_plain_help
 from fedprophet.cli.latency import latency_command
 from fedprophet.cli.options import AsJson, print_listing
 from fedprophet.cli.partition import partition_command
+from fedprophet.cli.stopping import stopped_once
 from fedprophet.cli.train import train_command
 from fedprophet.config.choices import engines, methods
 from fedprophet.data import DATASETS
-from fedprophet.errors import FedProphetError
+from fedprophet.errors import FedProphetError, memory_for
 from fedprophet.models import MODELS
 from fedprophet.runs.run import RunStoppedError
 from fedprophet.server.rules import RULES
@@ -88,8 +89,14 @@ SYSTEM_ADVICE = {
 
 def main() -> None:
     """Run the command line. Exit code 0: success; 2: an error that the user can correct; 130: Ctrl-C."""
+    with stopped_once():
+        _run()
+
+
+def _run() -> None:
     try:
-        app()
+        with memory_for("the command was carried out", "Use a smaller model, smaller batches or fewer clients"):
+            app()
     except (RunStoppedError, KeyboardInterrupt) as stop:
         _exit(str(stop) or "stopped", 130)
     except FedProphetError as error:

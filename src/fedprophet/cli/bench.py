@@ -33,7 +33,8 @@ def bench_command(
     only: Annotated[str, typer.Option(help="Methods, separated by commas.")] = ALL,
     stages: Annotated[str | None, typer.Option(help="FedProphet's stages, as in 1,3. Default: all.")] = None,
     repeat: Annotated[
-        int | None, typer.Option(min=1, help=f"Rounds to time. Default: {REPEAT}; {GROWTH_ROUNDS} with --growth.")
+        int | None,
+        typer.Option(min=1, max=10**6, help=f"Rounds to time. Default: {REPEAT}; {GROWTH_ROUNDS} with --growth."),
     ] = None,
     limit: Annotated[
         float, typer.Option(metavar="SECONDS", min=0, help="Start no further round of a case after this time.")
@@ -82,6 +83,8 @@ def bench_command(
         return
     if sizes is not None:
         raise ConfigError("--sizes needs --growth")
+    if stages is not None and "fedprophet" not in _methods(only):
+        raise ConfigError("--stages are FedProphet's: add it to --only, or leave out --stages")
     wanted = rounds.RoundsSettings(
         preset or (SMALL if quick else PRESET),
         overrides,
@@ -110,7 +113,7 @@ def _methods(text: str) -> tuple[str, ...]:
 def _numbers(option: str, text: str) -> tuple[int, ...]:
     """Return the numbers in `1,3`, in ascending order."""
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+    if not all(part.isascii() and part.isdigit() and len(part) < 10 and int(part) > 0 for part in parts):
         raise ConfigError(f"{option}: {text!r} is not a list of positive numbers. An example: {option} 1,3")
     return tuple(sorted({int(part) for part in parts}))
 

@@ -3,7 +3,6 @@
 import os
 import shlex
 import shutil
-import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -281,8 +280,6 @@ def _follow(pilot: "Pilot", run_id: int, out: Path) -> None:
     """Show a run's output until it ends, then its results; Ctrl-C stops the output."""
     from fedprophet.deploy import launch
 
-    # SIGTERM is treated like Ctrl-C: the program that prints the output ends too.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         launch.watch(pilot, run_id)
     except KeyboardInterrupt:

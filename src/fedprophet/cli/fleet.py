@@ -30,11 +30,14 @@ def _fleet() -> None:
 @fleet_app.command("show")
 def show_command(
     pool: Annotated[str, typer.Argument(help=f"One of {', '.join(sorted(POOLS))}, or the path of a .toml file.")],
-    clients: Annotated[int, typer.Option(help="Clients to draw.", min=1)] = 100,
+    clients: Annotated[int, typer.Option(help="Clients to draw.", min=1, max=10**6)] = 100,
     exponent: Annotated[
-        float, typer.Option(help="Devices are drawn ∝ (performance · memory)^exponent; 0: all equally likely.")
+        float,
+        typer.Option(
+            min=-100, max=100, help="Devices are drawn ∝ (performance · memory)^exponent; 0: all equally likely."
+        ),
     ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed of the run.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the run.", min=0, max=2**63 - 1)] = 0,
     performance: Annotated[
         str, typer.Option(help=f"How available performance is drawn, as in fleet.performance: {', '.join(SHARES)}.")
     ] = "uniform",

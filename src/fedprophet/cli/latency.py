@@ -24,8 +24,8 @@ def latency_command(
     input_: InputShape = "3x32x32",
     classes: Classes = 10,
     batch: Batch = 64,
-    batches: Annotated[int, typer.Option(help="Local batches in a round, all of them full.", min=1)] = 30,
-    attack_steps: Annotated[int, typer.Option(help="Attack steps on each batch; 0: no attack.", min=0)] = 10,
+    batches: Annotated[int, typer.Option(help="Local batches in a round, all of them full.", min=1, max=10**6)] = 30,
+    attack_steps: Annotated[int, typer.Option(help="Attack steps on each batch; 0: no attack.", min=0, max=10**6)] = 10,
     optimizer: Optimizer = "sgd-momentum",
     json_: Annotated[bool, typer.Option("--json", help="Print JSON, in seconds.")] = False,
 ) -> None:

@@ -26,8 +26,8 @@ Overrides = Annotated[
 MethodName = Annotated[str | None, typer.Option(help="Short for --set method=…; fedprophet methods lists them.")]
 ModelName = Annotated[str, typer.Argument(help=f"One of {', '.join(MODELS)}.")]
 InputShape = Annotated[str, typer.Option("--input", help="Shape of one input.")]
-Classes = Annotated[int, typer.Option(help="Number of classes.", min=2)]
-Batch = Annotated[int, typer.Option(help="Samples in a local batch.", min=1)]
+Classes = Annotated[int, typer.Option(help="Number of classes.", min=2, max=10**6)]
+Batch = Annotated[int, typer.Option(help="Samples in a local batch.", min=1, max=10**6)]
 Optimizer = Annotated[str, typer.Option(help=f"The clients' optimizer: {', '.join(COPIES)}.")]
 
 

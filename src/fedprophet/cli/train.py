@@ -1,6 +1,5 @@
 """`fedprophet train`: start a run, or resume one."""
 
-import signal
 from pathlib import Path
 from typing import Annotated
 
@@ -45,8 +44,6 @@ def train_command(
 
       fedprophet train digits --engine flower-sim
     """
-    # SIGTERM is treated like Ctrl-C: a checkpoint is written before the process ends.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     run = _open(preset, with_method(settings, method=method, engine=engine), out, resume, from_round)
     with observer_for(Console(stderr=json_)) as observer:
         results = play(run, observer)

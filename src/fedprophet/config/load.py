@@ -1,7 +1,7 @@
 """Reading a configuration: a preset or a TOML file, tables for single methods, and `key=value` overrides."""
 
-import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from fedprophet.config.config import Config, config_model
 from fedprophet.config.renamed import assign, renamed_path, with_new_names
 from fedprophet.errors import ConfigError, unknown
 from fedprophet.settings.describe import explain, misfit, section_of
+from fedprophet.settings.toml import parse_toml
 
 DEFAULT_PRESET = "digits"
 PER_METHOD = "methods"
@@ -28,6 +29,15 @@ PRESETS: Mapping[str, str] = {name: text.partition("\n")[0].lstrip("# ") for nam
 """Name and one-line description of every preset that ships: the first line of its file."""
 
 
+@contextmanager
+def _shallow() -> Iterator[None]:
+    try:
+        yield
+    except RecursionError:
+        raise ConfigError("the configuration has tables or lists that are nested too deeply") from None
+
+
+@_shallow()
 def load_config(source: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
     """Return the configuration of a preset's name or a TOML file's path, with "key.sub=value" overrides on top."""
     data, place = _read(source)
@@ -39,6 +49,7 @@ def load_config(source: str | Path | None = None, overrides: Sequence[str] = ())
     return _validated(data, place, [".".join(path) for path, _ in changes])
 
 
+@_shallow()
 def parse_config(data: Mapping[str, Any], place: str = "") -> Config:
     """Return the configuration in a nested table; `place` says in errors where it came from."""
     return _validated(_for_method(data, place), place)
@@ -105,17 +116,17 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
 def _read(source: str | Path | None) -> tuple[dict[str, Any], str]:
     name = DEFAULT_PRESET if source is None else source
     if isinstance(name, str) and name in PRESETS:
-        return tomllib.loads(_preset_texts()[name]), f"in preset {name!r}"
+        return parse_toml(_preset_texts()[name]), f"in preset {name!r}"
     path = Path(name)
     if isinstance(name, str) and not (path.suffix == ".toml" or len(path.parts) > 1 or path.is_file()):
         raise ConfigError(f"{unknown('preset', name, PRESETS)}. A TOML file's path works too")
     try:
-        return tomllib.loads(path.read_bytes().decode("utf-8-sig")), f"in {path}"
+        return parse_toml(path.read_bytes().decode("utf-8-sig")), f"in {path}"
     except OSError as error:
         raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"the config file {path} is not UTF-8 text: byte {error.start} does not fit") from None
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
         raise ConfigError(f"the config file {path} is not valid TOML: {error}") from None
 
 
@@ -135,7 +146,7 @@ def _parse_override(text: str) -> tuple[Sequence[str], Any]:
 def _parse_value(text: str) -> Any:
     """Return the value as TOML; text that is not TOML (an unquoted name) stands for itself."""
     try:
-        table = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+        table = parse_toml(f"value = {text}")
+    except ValueError:
         return text
     return table["value"] if len(table) == 1 else text

@@ -24,7 +24,7 @@ def too_many_clients(key: str, count: int | str, config: Any) -> Iterator[str]:
 class PopulationSettings(Section):
     """The clients, and how many take part in a round."""
 
-    clients: int = Field(default=20, ge=1, description="Clients in the population (N; 100 in the paper).")
+    clients: int = Field(default=20, ge=1, le=10**7, description="Clients in the population (N; 100 in the paper).")
     cohort: int = Field(default=5, ge=1, description="Clients drawn for each round (C; 10 in the paper).")
 
     def conflicts(self, config: Any) -> Iterator[str]:
@@ -44,8 +44,8 @@ class MemorySettings(Section):
 class TrainSettings(Section):
     """Local training (Eq. 9 and 13)."""
 
-    batch: int = Field(default=64, ge=1, description="Samples in a local batch (B).")
-    iterations: int = Field(default=30, ge=1, description="Local SGD iterations of a client in a round (E).")
+    batch: int = Field(default=64, ge=1, le=10**6, description="Samples in a local batch (B).")
+    iterations: int = Field(default=30, ge=1, le=10**6, description="Local SGD iterations of a client in a round (E).")
     learning_rate: float = Field(default=0.005, gt=0, description="Learning rate in the first round of a stage.")
     decay: float = Field(
         default=0.994, gt=0, le=1, description="Factor on the learning rate after each round of a stage."
@@ -73,7 +73,7 @@ class AttackSettings(Section):
     """The attack that clients train against: PGD, l_inf on images, l2 on features."""
 
     radius: Ratio = Field(default=8 / 255, ge=0, le=1, description='eps_0 on images in [0, 1]; may be written "8/255".')
-    step: Literal["auto"] | Annotated[Ratio, Field(gt=0)] = Field(
+    step: Literal["auto"] | Annotated[Ratio, Field(gt=0, le=1)] = Field(
         default="auto", description='Step on images; "auto" is a quarter of the radius; may be written "2/255".'
     )
     steps: int = Field(default=10, ge=0, description="PGD steps on images; 0 trains without an attack.")
@@ -114,6 +114,7 @@ class EvaluateSettings(Section):
     batch: int = Field(
         default=0,
         ge=0,
+        le=10**6,
         description="Samples attacked at a time; 0: up to train.batch, as the largest module's memory allows.",
     )
 

@@ -25,6 +25,7 @@ from fedprophet.data.fetch import alone
 from fedprophet.errors import DataError
 from fedprophet.progress import progress_bar
 from fedprophet.sizes import format_size
+from fedprophet.storage.files import parse_json
 
 FORMAT = 1
 """Part of every digest: a change of how images are decoded or stored raises it."""
@@ -85,7 +86,7 @@ class CacheEntry:
     def read(self) -> CachedImages | None:
         """Return the images, memory-mapped; None if the entry is missing or incomplete."""
         try:
-            index = json.loads((self.path / INDEX).read_bytes())
+            index = parse_json((self.path / INDEX).read_bytes())
             broken = {int(position): str(text) for position, text in index["broken"]}
             readable = [position for position in range(len(self.files)) if position not in broken]
             # Copy on write: the mapping is never written to, but torch wants arrays that could be.
@@ -183,7 +184,7 @@ def _decode_all(files: Iterable[ImageFile], decode: Decode) -> Iterator[Pixels |
 
 def _origin(entry: Path) -> tuple[Any, Any] | None:
     try:
-        index: Mapping[str, Any] = json.loads((entry / INDEX).read_bytes())
+        index: Mapping[str, Any] = parse_json((entry / INDEX).read_bytes())
         return index["root"], index["shape"]
     except (OSError, ValueError, KeyError, TypeError):
         return None

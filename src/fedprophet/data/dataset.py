@@ -56,7 +56,7 @@ class TensorExamples(_Labelled):
     """Images in memory; uint8 stays uint8 there and becomes value / 255 when it is fetched."""
 
     def __init__(self, images: Tensor | npt.NDArray[Any], labels: Labels) -> None:
-        stored = torch.as_tensor(images).detach().cpu()
+        stored = _as_tensor(images, "images must be a tensor or an array of numbers")
         if stored.ndim < 2:
             raise DataError(f"images must come batch first, one image for each row; got shape {tuple(stored.shape)}")
         if stored.ndim == 3:
@@ -213,6 +213,8 @@ def from_examples(train: Examples, test: Examples, name: str) -> Dataset:
         )
     first = torch.zeros(1, dtype=torch.int64)
     shape, other = (tuple(examples.fetch(first).shape[1:]) for examples in (train, test))
+    if 0 in shape:
+        raise DataError(f"dataset {name!r}: images of shape {shape} have no pixels")
     if shape != other:
         raise DataError(f"dataset {name!r}: training images have shape {shape}, test images {other}")
     return Dataset(name, train, test, classes, shape, *_statistics(train))
@@ -260,17 +262,21 @@ def _unit_range(images: Tensor, what: str) -> Tensor:
     return images.to(torch.float32)
 
 
+def _as_tensor(values: Any, wanted: str) -> Tensor:
+    try:
+        return torch.as_tensor(values).detach().cpu()
+    except (TypeError, ValueError, RuntimeError, OverflowError, RecursionError) as error:
+        raise DataError(f"{wanted}: {error}") from error
+
+
 def _label_tensor(labels: Labels) -> Tensor:
     """Return labels as a one-dimensional int64 tensor of their own."""
-    try:
-        values = torch.as_tensor(labels)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"labels must be integers: {error}") from error
+    values = _as_tensor(labels, "labels must be integers")
     if values.ndim != 1:
         raise DataError(f"labels must be one integer for each image; got shape {tuple(values.shape)}")
     if len(values) and (values.is_floating_point() or values.is_complex() or values.dtype == torch.bool):
         raise DataError(f"labels must be integers, not {str(values.dtype).removeprefix('torch.')}")
-    values = values.detach().cpu().to(torch.int64, copy=True)
+    values = values.to(torch.int64, copy=True)
     if len(values) and int(values.min()) < 0:
         raise DataError(f"labels must be 0, 1, 2, …; got {int(values.min())}")
     return values

@@ -21,9 +21,11 @@ from fedprophet.data.cache import CachedImages, CacheEntry, ImageFile, Pixels
 from fedprophet.data.dataset import Dataset, LocalExamples, TensorExamples
 from fedprophet.data.registry import Findings, dataset
 from fedprophet.errors import DataError
+from fedprophet.settings.section import MOST
+from fedprophet.settings.toml import shown
 
-SIZE = 224
-"""Default side of an image in pixels."""
+SIZE, MOST_PIXELS = 224, 10_000
+"""Side of an image in pixels: the default and the largest."""
 CACHE = ".fedprophet-cache"
 """Where decoded images are kept, below the root."""
 SUFFIXES = (".jpg", ".jpeg", ".png")
@@ -32,6 +34,13 @@ TEST_PART = 5
 """By default, one in this many images of a class is for test."""
 
 logger = logging.getLogger(__name__)
+
+
+def check_number(option: str, value: object, most: int = MOST) -> None:
+    """Raise DataError if an option is not a positive whole number of at most `most`."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        text = f"data.options.{option} must be a positive whole number, not {shown(value)}"
+        raise DataError(f"{text}. The most is {most}")
 
 
 @dataclass(frozen=True)
@@ -66,9 +75,11 @@ class Images:
     problems: Callable[[Tree], Sequence[str]] = lambda tree: ()
 
     def __post_init__(self) -> None:
-        for option, value in {"size": self.size, "test_per_class": self.test_per_class}.items():
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise DataError(f"data.options.{option} must be a positive whole number, not {value!r}")
+        check_number("size", self.size, MOST_PIXELS)
+        if self.test_per_class is not None:
+            check_number("test_per_class", self.test_per_class)
+        if not isinstance(self.cache, str | Path | None) or "\0" in str(self.cache):
+            raise DataError(f"data.options.cache must be a folder's path, not {self.cache!r}")
 
     def load(self) -> Dataset:
         """Return the dataset; images that are not decoded yet are decoded first."""

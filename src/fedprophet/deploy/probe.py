@@ -5,7 +5,6 @@ and cannot be reclaimed. It is read each time. The two rates are measured once a
 about the machine; on another machine they are measured again.
 """
 
-import json
 import math
 import os
 import platform
@@ -23,7 +22,7 @@ from torch.nn import functional as F
 from fedprophet import machine
 from fedprophet.messages.values import Resources
 from fedprophet.randomness import generator
-from fedprophet.storage.files import make_folder, write_error, write_json
+from fedprophet.storage.files import make_folder, parse_json, write_error, write_json
 from fedprophet.threads import torch_threads
 
 RECORD = "machine.json"
@@ -60,7 +59,7 @@ def _facts(threads: int) -> dict[str, Any]:
 def _recall(record: Path, facts: dict[str, Any]) -> dict[str, float] | None:
     """Return the rates measured on this machine; None if there are none or the file is damaged."""
     try:
-        table = json.loads(record.read_bytes())
+        table = parse_json(record.read_bytes())
         rates = {name: table["rates"][name] for name in ("performance", "bandwidth")}
         sound = table["facts"] == facts and all(type(rate) is float and 0 < rate < math.inf for rate in rates.values())
     except (OSError, ValueError, TypeError, KeyError):

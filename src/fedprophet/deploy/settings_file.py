@@ -1,6 +1,5 @@
 """Settings files of a pilot: TOML, read and checked."""
 
-import tomllib
 from pathlib import Path
 from typing import TypeVar
 
@@ -9,6 +8,7 @@ from pydantic import BaseModel, ValidationError
 from fedprophet.deploy import DeployError
 from fedprophet.errors import ConfigError
 from fedprophet.settings.describe import explain
+from fedprophet.settings.toml import parse_toml
 
 Settings = TypeVar("Settings", bound=BaseModel)
 
@@ -16,10 +16,10 @@ Settings = TypeVar("Settings", bound=BaseModel)
 def read_settings(file: Path, model: type[Settings], missing: str) -> Settings:
     """Return the settings in a file; `missing` begins the error if the file cannot be read."""
     try:
-        data = tomllib.loads(file.read_text("utf-8"))
+        data = parse_toml(file.read_text("utf-8"))
     except OSError as error:
         raise DeployError(f"{missing}: cannot read {file}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise DeployError(f"{file} is not valid TOML: {error}") from None
     for name, field in model.model_fields.items():
         if field.is_required() and name not in data:

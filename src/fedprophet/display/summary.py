@@ -12,6 +12,7 @@ from fedprophet.display.numbers import NONE, percent
 from fedprophet.display.tables import Column, Page, Table, say, show
 from fedprophet.durations import format_duration
 from fedprophet.runs.engine_history import engines_text, spans_of
+from fedprophet.runs.files import RunFiles, damaged
 from fedprophet.sizes import format_size
 
 MEASURED_ON = {
@@ -21,10 +22,13 @@ MEASURED_ON = {
 
 
 def show_results(results: Mapping[str, Any], path: Path, console: Console) -> None:
-    """Print what a finished run reached and took."""
-    modules = (_module_table(results),) if "stages" in results else ()
-    accuracies = accuracy_page(results, _remarks(results))
-    show(replace(accuracies, tables=(*modules, *accuracies.tables)), console)
+    """Print what a finished run reached and took; CheckpointError if its results.json is not as it was written."""
+    try:
+        modules = (_module_table(results),) if "stages" in results else ()
+        accuracies = accuracy_page(results, _remarks(results))
+        show(replace(accuracies, tables=(*modules, *accuracies.tables)), console)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise damaged(RunFiles(path).results) from error
     say(console, f"Files: {path}")
 
 

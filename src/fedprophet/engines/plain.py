@@ -7,9 +7,15 @@ from fedprophet.client.job import Client
 from fedprophet.client.run import run_client
 from fedprophet.client.workspace import Workspace
 from fedprophet.engines.registry import EngineParts, engine
+from fedprophet.errors import memory_for
 from fedprophet.fleet.population import Population
 from fedprophet.messages.answers import Answer
 from fedprophet.messages.tasks import Task
+
+LESS_MEMORY = (
+    "Use fewer workers (threads; for an existing run, in its config.toml), or a new run with a lower train.batch, "
+    "evaluate.batch or memory.budget"
+)
 
 
 @engine("plain", "one client after the other, in this process")
@@ -32,7 +38,9 @@ class PlainEngine:
     def map(self, tasks: Iterable[Task]) -> Iterator[Answer]:
         """Run the tasks in the order given."""
         for task in tasks:
-            yield run_client(task, self.client(task.client), self.workspaces[task.architecture])
+            with memory_for(f"client {task.client} was to {task.kind}", LESS_MEMORY):
+                answer = run_client(task, self.client(task.client), self.workspaces[task.architecture])
+            yield answer
 
     def client(self, number: int) -> Client:
         """Return a client of the population."""

@@ -37,6 +37,7 @@ SECONDS_BETWEEN_LOOKS = 2.0
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _FREED_BYTES, _FREED_PIECE = 2**31 - 1, 2**25
 """Freed bytes that the C library keeps: in all, and the largest piece (it accepts no more)."""
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _FORK = multiprocessing.get_context("fork")
 OwnLayers = tuple[str, int, int, Mapping[str, Tensor], Timeline]
 """A client's own layers: the arguments of `LocalLayers.put`."""
@@ -81,7 +82,11 @@ class WorkerProcess:
             # Python warns because another thread may hold a lock that the copy would wait for. A worker computes with
             # one thread and takes no lock of another thread.
             warnings.filterwarnings("ignore", ".*use of fork", DeprecationWarning)
-            self._process.start()
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until the worker ignores them
+            try:
+                self._process.start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         assert self._process.pid is not None
         self.id = self._process.pid
@@ -149,11 +154,11 @@ class _TaskLayers:
 
 def _work(connection: "Connection[Any, Any]", plain: PlainEngine, workers: int) -> NoReturn:
     """Do jobs. The listener ends the process."""
+    # Ctrl-C and SIGTERM, which the terminal sends to the whole group, are for the server's process to handle.
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     set_threads(1)
     _keep_memory()
-    # Ctrl-C and SIGTERM, which the terminal sends to the whole group, are for the server's process to handle.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     features, layers = next(iter(plain.workspaces.values())).features.share(workers), _TaskLayers()
     for workspace in plain.workspaces.values():
         workspace.features, workspace.layers = features, layers
@@ -179,7 +184,7 @@ def _listen(channel: Channel, jobs: SimpleQueue[WorkerJob], features: FeatureCac
     """Pass jobs on until the server's process wants no more or is gone. Then end this process, whatever it is doing."""
     parent = multiprocessing.parent_process()
     assert parent is not None
-    with suppress(*CLOSED):
+    try:
         # Workers that are forked later hold copies of the other end, so its closing alone does not tell.
         while os.getppid() == parent.pid:
             if channel.connection.poll(SECONDS_BETWEEN_LOOKS):
@@ -187,8 +192,9 @@ def _listen(channel: Channel, jobs: SimpleQueue[WorkerJob], features: FeatureCac
                 if job is None:
                     break
                 jobs.put(job)
-    features.clear()
-    os._exit(0)
+    finally:  # also where the memory does not suffice for a job: the server must not wait in vain
+        features.clear()
+        os._exit(0)
 
 
 def _result(job: WorkerJob, plain: PlainEngine, layers: _TaskLayers) -> WorkerResult:

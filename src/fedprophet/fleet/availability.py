@@ -48,6 +48,8 @@ class FleetSettings(Section):
     )
     exponent: float = Field(
         default=0.0,
+        ge=-100,
+        le=100,
         description="A device is drawn with a probability proportional to (performance · memory)^exponent: 0 draws all "
         "alike, below 0 favours weak devices.",
     )

@@ -1,8 +1,6 @@
 """Devices and the pools they are drawn from. A pool is a TOML file; those that ship lie in `pools/`."""
 
-import math
 import re
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
@@ -11,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedprophet.errors import ConfigError, unknown
+from fedprophet.settings.toml import parse_toml
 from fedprophet.sizes import parse_size
 
 POOLS: Mapping[str, Traversable] = {
@@ -18,8 +17,12 @@ POOLS: Mapping[str, Traversable] = {
     for entry in files("fedprophet.fleet").joinpath("pools").iterdir()
     if entry.name.endswith(".toml")
 }
+LEAST, MOST = 1e-9, 1e24
+"""Limits of FLOP/s, bytes and bytes/s: a time made of them is a finite number."""
 _PREFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
-_PERFORMANCE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([kMGTP]?)FLOP(?:S|/s)\s*", re.IGNORECASE)
+_PERFORMANCE = re.compile(
+    r"\s*((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?)\s*([kMGTP]?)FLOP(?:S|/s)\s*", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True)
@@ -95,10 +98,10 @@ def parse_memory(value: object) -> int:
 
 
 def _positive(value: object, what: str, allowed: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ConfigError(f"{value!r} is not {what}. Allowed: {allowed}")
-    if value <= 0:
-        raise ConfigError(f"must be positive, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MOST:
+        raise ConfigError(f"{value!r} is not {what}. Allowed: {allowed}, at most {MOST:g}")
+    if value < LEAST:
+        raise ConfigError(f"must be positive, not {value!r}" + (f": at least {LEAST:g}" if value > 0 else ""))
     return float(value)
 
 
@@ -118,8 +121,8 @@ _FIELDS: Mapping[str, Callable[[object], Any]] = {
 
 def _parse(text: str, name: str, where: str) -> Pool:
     try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        table = parse_toml(text)
+    except ValueError as error:
         raise ConfigError(f"the device pool {where} is not a TOML file: {error}") from error
     where = f"device pool {where}"
     _check_keys(table, ("description", "device"), where)

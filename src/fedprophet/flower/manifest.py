@@ -18,7 +18,7 @@ from fedprophet.errors import CheckpointError
 from fedprophet.flower.protocol import ProtocolError
 from fedprophet.messages.values import BACKBONE
 from fedprophet.models.normalize import Normalize
-from fedprophet.storage.files import IDENTITY, tensors_from_bytes, tensors_to_bytes, write_atomic
+from fedprophet.storage.files import IDENTITY, parse_json, tensors_from_bytes, tensors_to_bytes, write_atomic
 
 
 class RunManifest(BaseModel):
@@ -74,8 +74,8 @@ class RunManifest(BaseModel):
     def of_text(cls, text: str) -> Self:
         """Read a manifest that a server has sent."""
         try:
-            return cls.model_validate(json.loads(text))
-        except (ValidationError, ValueError, RecursionError) as error:
+            return cls.model_validate(parse_json(text))
+        except (ValidationError, ValueError) as error:
             raise ProtocolError(f"the run's manifest cannot be read: {str(error).splitlines()[0][:200]}") from None
 
     def start(self, workspaces: Mapping[str, Workspace]) -> None:
@@ -103,7 +103,7 @@ def run_id(folder: Path | None, deployed: bool) -> str:
     if not file.exists():
         write_atomic(file, (json.dumps({"run": fresh, "deployed": deployed}) + "\n").encode())
     try:
-        found = json.loads(file.read_bytes())["run"]
+        found = parse_json(file.read_bytes())["run"]
     except (OSError, ValueError, KeyError, TypeError):
         found = None
     if not isinstance(found, str):

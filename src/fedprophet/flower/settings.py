@@ -17,10 +17,11 @@ class FlowerSettings(Section):
     deadline: float = Field(
         default=600.0,
         gt=0,
+        le=10**7,
         description="Seconds that a phase of a round may take; a client that has not answered by then is left out.",
     )
     updates: Literal["float32", "bfloat16"] = Field(
         default="float32", description='Number type of the updates that clients send; "bfloat16" halves them.'
     )
     cache: Size = Field(default="2GB", description="Disk space on a node for frozen modules.")
-    cpus: int = Field(default=1, ge=1, description="Simulation: CPU cores for one client.")
+    cpus: int = Field(default=1, ge=1, le=1024, description="Simulation: CPU cores for one client.")

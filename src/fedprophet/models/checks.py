@@ -3,7 +3,9 @@
 from torch import nn
 
 from fedprophet.errors import ModelError
+from fedprophet.settings.toml import shown
 
+MOST = 10**6
 SMALL = 64
 """Images of at most this many pixels a side get the small form of a model."""
 
@@ -22,11 +24,12 @@ def check_least_side(model: str, input_shape: tuple[int, int, int], least: int, 
         )
 
 
-def check_positive(model: str, **options: int) -> None:
-    """Raise ModelError if an option is not a positive whole number."""
+def check_positive(model: str, most: int = MOST, **options: int) -> None:
+    """Raise ModelError if an option is not a positive whole number of at most `most`."""
     for name, value in options.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ModelError(f"option {name} of {model} must be a positive whole number, not {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            text = f"option {name} of {model} must be a positive whole number, not {shown(value)}"
+            raise ModelError(f"{text}. The most is {most}")
 
 
 def check_fraction(model: str, **options: float) -> None:

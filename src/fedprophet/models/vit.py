@@ -12,6 +12,7 @@ from fedprophet.models.checks import check_fraction, check_positive, is_small
 from fedprophet.models.registry import model
 
 EPSILON = 1e-6
+MOST_BLOCKS = 1000
 
 
 @dataclass(frozen=True)
@@ -130,12 +131,15 @@ def build_vit(
     dropout: float = 0.0,
 ) -> nn.Module:
     """Build a vision transformer: ViT-B/16 for large images, a small one for images up to 64 pixels."""
+    given = {"patch": patch, "dim": dim, "heads": heads, "mlp_dim": mlp_dim}
+    check_positive(name, **{option: value for option, value in given.items() if value is not None})
+    check_positive(name, MOST_BLOCKS, depth=1 if depth is None else depth)
     small = is_small(input_shape)
     least = min(input_shape[1:])
     width = dim or (192 if small else 768)
     sizes = TransformerSizes(
         patch=patch if patch is not None else (4 if least >= 16 else 2) if small else 16,
-        dim=dim if dim is not None else width,
+        dim=width,
         depth=depth if depth is not None else 6 if small else 12,
         heads=heads if heads is not None else max(1, width // 64),
         mlp_dim=mlp_dim if mlp_dim is not None else (2 if small else 4) * width,
@@ -146,7 +150,6 @@ def build_vit(
 
 
 def _check(input_shape: tuple[int, int, int], sizes: TransformerSizes) -> None:
-    check_positive("vit", patch=sizes.patch, dim=sizes.dim, depth=sizes.depth, heads=sizes.heads, mlp_dim=sizes.mlp_dim)
     check_fraction("vit", dropout=sizes.dropout)
     if input_shape[1] % sizes.patch or input_shape[2] % sizes.patch:
         raise ModelError(

@@ -139,6 +139,15 @@ class _ClientCost:
 
 
 @dataclass(frozen=True)
+class _Faults:
+    """The clients of a round whose answers were lost, as the journal records them."""
+
+    missing: dict[str, list[int]] = field(default_factory=dict)
+    dropped: dict[str, Any] = field(default_factory=dict)
+    faults: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class _Measurements:
     personalised: dict[str, MeasuredAccuracy]
     whole: Annotated[dict[str, MeasuredAccuracy], Field(validation_alias="global")]
@@ -190,6 +199,8 @@ def read_run(path: Path) -> RunSummary:
     inputs = _read(files.inputs, _Inputs, RESTORE) or _Inputs(None)
     deployed = is_deployed(path)
     costs = _costs(records, files.journal)
+    for record in records:
+        _of_record(_FAULTS, record, record, files.journal)
     if len(records) != results.rounds or costs is None:
         complete = len(records) == results.rounds
         what = "does not hold them" if complete else f"has {len(records)} of its {results.rounds} rounds"
@@ -277,7 +288,7 @@ def _last_evaluated(records: Sequence[Record], journal: Path) -> Reached | None:
 
 # Time and memory -----------------------------------------------------------------------------------------------------
 
-_COSTS = TypeAdapter(dict[str, _ClientCost])
+_COSTS, _FAULTS = TypeAdapter(dict[str, _ClientCost]), TypeAdapter(_Faults)
 
 
 def _costs(records: Sequence[Record], journal: Path) -> list[list[_ClientCost]] | None:

@@ -5,7 +5,6 @@ STATE is the hash of everything that decides the numbers; files of other states 
 result.
 """
 
-import json
 import os
 import shlex
 from collections.abc import Mapping, Sequence
@@ -27,7 +26,7 @@ from fedprophet.runs.masking import MaskingCheck, check_masking, masking_warning
 from fedprophet.runs.measured import AGAIN, MeasuredTasks, RememberingEngine, hash_of
 from fedprophet.runs.run import Run, RunStoppedError
 from fedprophet.server.coordinator import Engine
-from fedprophet.storage.files import make_folder, tensors_from_bytes, write_json
+from fedprophet.storage.files import make_folder, parse_json, tensors_from_bytes, write_json
 from fedprophet.storage.locks import folder_lock
 from fedprophet.version import __version__
 
@@ -151,7 +150,7 @@ def _write(run: Run, state: str, evaluation: RunEvaluation, samples: int | None)
 def _read(file: Path) -> dict[str, Any]:
     """Return an earlier evaluation; a damaged one counts as none, since its tasks are kept elsewhere."""
     try:
-        table = json.loads(file.read_bytes())
+        table = parse_json(file.read_bytes())
         tables = [table[part] for part in ("personalised", "global", "settings")]
     except (OSError, ValueError, KeyError, TypeError):
         return {}

@@ -1,13 +1,12 @@
 """The files of a run's folder."""
 
 import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fedprophet.errors import CheckpointError
-from fedprophet.storage.files import IDENTITY, file_hash, how_to_resume
+from fedprophet.storage.files import IDENTITY, file_hash, how_to_resume, parse_json
 
 
 class RunFiles:
@@ -63,12 +62,17 @@ def other_model(files: RunFiles) -> CheckpointError:
 def read_json(file: Path) -> Mapping[str, Any]:
     """Return the content of one of a run's JSON files; CheckpointError if it is damaged."""
     try:
-        table = json.loads(file.read_bytes())
-    except (ValueError, RecursionError):
+        table = parse_json(file.read_bytes())
+    except ValueError:
         table = None
     if not isinstance(table, dict):
-        raise CheckpointError(f"{file} is damaged. Delete it: it is made again. {resume_hint(file.parent)}")
+        raise damaged(file)
     return table
+
+
+def damaged(file: Path) -> CheckpointError:
+    """Return the error of a JSON file that is not as it was written."""
+    return CheckpointError(f"{file} is damaged. Delete it: it is made again. {resume_hint(file.parent)}")
 
 
 def resume_hint(path: Path) -> str:

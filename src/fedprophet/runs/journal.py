@@ -9,7 +9,7 @@ from typing import Any
 
 from fedprophet.errors import CheckpointError
 from fedprophet.runs.files import RunFiles
-from fedprophet.storage.files import append_synced, file_hash, how_to_resume, write_atomic, write_error
+from fedprophet.storage.files import append_synced, file_hash, how_to_resume, parse_json, write_atomic, write_error
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def _strict(value: Any) -> Any:
 
 def _decode(line: bytes) -> dict[str, Any] | None:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError:
         return None
     return record if isinstance(record, dict) and type(record.get("round")) is int else None

@@ -15,7 +15,7 @@ from fedprophet.messages.modules import digest
 from fedprophet.messages.tasks import Task
 from fedprophet.server.coordinator import Engine
 from fedprophet.storage.bounded import BoundedCache
-from fedprophet.storage.files import append_synced, write_error
+from fedprophet.storage.files import append_synced, parse_json, write_error
 
 AGAIN = "Make room there or correct its permissions, then give the same command again: it goes on where it stopped"
 DIGESTS_KEPT = 16
@@ -53,10 +53,10 @@ class MeasuredTasks:
 def _lines(content: bytes) -> Iterator[tuple[str, Evaluated]]:
     for line in content.splitlines():
         try:
-            record = json.loads(line)
+            record = parse_json(line)
             if record.pop("digest") == _digest(record):
                 yield record.pop("task"), decode(Evaluated, record, {})
-        except (CodecError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (CodecError, ValueError, KeyError, TypeError, AttributeError):
             continue  # torn or altered, and measured again
 
 

@@ -1,10 +1,12 @@
 """A run is a folder: it is started there, and opened again at its newest checkpoint."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
+
+from torch import Tensor
 
 from fedprophet.config.config import Config
 from fedprophet.config.load import load_config
@@ -131,6 +133,24 @@ def _expect_run(path: Path) -> None:
         raise CheckpointError(f"there is no run in {path}: it has no config.toml. Start one with: fedprophet train")
 
 
+def _expect_fitting(state: MethodState, session: Session, where: str) -> None:
+    """Refuse a state that is whole and yet none of this run's: its model is another, or no round can begin with it."""
+    method = session.method
+    ours = _kinds(method.initial().model)
+    try:
+        fits = _kinds(state.model) == _kinds(state.best_model) == ours
+        if fits and not method.finished(state):
+            next(method.round(state))
+    except (LookupError, TypeError, ValueError, ArithmeticError):
+        fits = False
+    if not fits:
+        raise CheckpointError(f"{where} does not fit this run: it was changed by hand. Put it back from a copy")
+
+
+def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[object, ...]]:
+    return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+
+
 def _opened(
     path: Path,
     model: OwnModel,
@@ -145,6 +165,7 @@ def _opened(
     if not checkpoints.present() and not round:
         session.layers.expect({})
         return Run(files, session, session.method.initial(), session.notes)
-    state, _, notes, known = checkpoints.load(session.method.state, round)
+    state, number, notes, known = checkpoints.load(session.method.state, round)
+    _expect_fitting(state, session, f"the checkpoint of round {number} in {path}")
     more = check_folder(files, session.layers, known, to_read) if known else [NOT_CHECKED]
     return Run(files, session, state, (*session.notes, *notes, *more), contents=known)

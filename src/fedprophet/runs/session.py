@@ -20,7 +20,7 @@ from fedprophet.config.config import Config
 from fedprophet.data.dataset import Dataset
 from fedprophet.engines import EngineParts, chosen_engine, cores, make_engine, threads_of
 from fedprophet.engines.registry import EngineMaker
-from fedprophet.errors import ConfigError, FedProphetError, ModelError
+from fedprophet.errors import ConfigError, FedProphetError, ModelError, memory_for
 from fedprophet.fleet.device import load_pool
 from fedprophet.fleet.population import Population
 from fedprophet.messages.modules import ModuleStore
@@ -39,6 +39,9 @@ from fedprophet.sizes import parse_budget
 CACHE_MEMORY = 2 * 10**9
 CACHE_DISK = 20 * 10**9
 LAYERS_MEMORY = 500 * 10**6
+LESS_MEMORY = (
+    "Choose a smaller model (model.name, model.options), a smaller dataset or fewer clients (population.clients)"
+)
 OwnModel = nn.Module | Chain | None
 """A model that the user passes in from Python instead of a name in the configuration."""
 
@@ -85,7 +88,7 @@ def assemble(
     """
     # Resolved here: within the block torch may have another number of threads.
     resolved = config.model_copy(update={"threads": cores(config)})
-    with threads_of(config):
+    with threads_of(config), memory_for("the run was put together", LESS_MEMORY):
         dataset = load_dataset(config, dataset)
         layers, features = ClientStore(clients, LAYERS_MEMORY), FeatureCache(CACHE_MEMORY, CACHE_DISK)
         side = assemble_client(config, dataset, features, layers, model)

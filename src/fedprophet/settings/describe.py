@@ -95,7 +95,7 @@ def explain(
     lines: dict[str, str] = {}
     for problem in error.errors(include_url=False):
         if not problem["loc"]:
-            return str(problem["ctx"]["error"]).splitlines()
+            return str(problem.get("ctx", {}).get("error", problem["msg"])).splitlines()
         key, field = _locate(model, problem["loc"])
         by_hand = any(key == name or name.startswith(f"{key}.") for name in overridden)
         origin = " (--set)" if by_hand else f" ({place})" if place else ""

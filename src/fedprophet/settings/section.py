@@ -4,8 +4,10 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+MOST, MOST_REAL = 10**9, 1e30
+"""The upper limits of whole and other numbers that have none of their own."""
 _REGISTERED: dict[str, type["Section"]] = {}
 
 
@@ -19,6 +21,23 @@ class Section(BaseModel):
     def conflicts(self, config: Any) -> Iterator[str]:
         """Yield a line for each value that does not fit the rest of the configuration."""
         yield from ()
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **how: Any) -> None:
+        """Give every number an upper limit: one without would overflow somewhere, or fill the memory."""
+        for field in cls.model_fields.values():
+            limited = any(hasattr(mark, "le") or hasattr(mark, "lt") for mark in field.metadata)
+            if field.annotation in (int, float) and not limited:
+                field.metadata += Field(le=MOST if field.annotation is int else MOST_REAL).metadata
+        cls.model_rebuild(force=True)
+
+    @field_validator("*")
+    @classmethod
+    def _writable(cls, value: Any) -> Any:
+        """Refuse texts that no file can have in it or as its name."""
+        if isinstance(value, str) and ("\0" in value or value.encode(errors="ignore").decode() != value):
+            raise ValueError("not a text")
+        return value
 
 
 S = TypeVar("S", bound=type[Section])

@@ -1,9 +1,19 @@
 """Values as TOML, with tables and lists on one line."""
 
+import tomllib
 from collections.abc import Mapping
+from typing import Any
 
 import tomlkit
 from tomlkit.items import Item
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Return the table in a TOML text; ValueError if there is none, whatever is wrong with the text."""
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("lists or tables are nested too deeply") from None
 
 
 def toml_item(value: object) -> Item:
@@ -24,5 +34,9 @@ def shown(value: object) -> str:
     """Return a value as a user would write it: as TOML if possible."""
     try:
         return toml_item(value).as_string()
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
+        pass
+    try:
         return repr(value)
+    except (ValueError, RecursionError):
+        return f"something endless of the type {type(value).__name__}"

@@ -11,9 +11,12 @@ from pydantic import AfterValidator, BeforeValidator, Field, GetCoreSchemaHandle
 from pydantic_core import CoreSchema, core_schema
 
 from fedprophet.errors import ConfigError
+from fedprophet.settings.section import MOST
 from fedprophet.settings.toml import toml_item
 from fedprophet.sizes import parse_budget, parse_share, parse_size
 
+DEEPEST = 8
+"""How deep lists and tables may be nested in the options of a model or dataset."""
 CUSTOM = "custom"
 """The name of a model or dataset that was passed in from Python."""
 _RATIO = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*/\s*([0-9]+(?:\.[0-9]+)?)\s*")
@@ -58,11 +61,12 @@ def _ratio(value: object) -> object:
 
 
 def _number_or_share(least: int) -> AfterValidator:
-    """Return a check of a whole number from `least` on, or a share below 100 %; "0%" counts as 0."""
+    """Return a check of a whole number from `least` to MOST, or a share below 100 %; "0%" counts as 0."""
 
     def check(value: int | str) -> int | str:
         share = parse_share(value)
-        fits = isinstance(value, int) and value >= least if share is None else share < 1 and (share or not least)
+        number = isinstance(value, int) and least <= value <= MOST
+        fits = number if share is None else share < 1 and (share or not least)
         if not fits:
             raise ValueError("neither a number nor a share")
         return value
@@ -85,6 +89,7 @@ def _parsed_by(parse: Callable[[int | str], int]) -> AfterValidator:
 
 def _check_options(table: dict[str, Any]) -> dict[str, Any]:
     """Refuse what TOML or JSON cannot hold: the options are written to both."""
+    _check_depth(table, DEEPEST)
     toml_item(table).as_string().encode()
     try:
         json.dumps(table, allow_nan=False)
@@ -93,16 +98,30 @@ def _check_options(table: dict[str, Any]) -> dict[str, Any]:
     return table
 
 
+def _check_depth(value: Any, levels: int) -> None:
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if parts and not levels:
+        raise ValueError("nested too deeply")
+    for part in parts:
+        _check_depth(part, levels - 1)
+
+
 Ratio = Annotated[float, BeforeValidator(_ratio)]
 Rounds = Annotated[
     int | str,
     _number_or_share(least=0),
-    Allowed("integer or text", 'a whole number of at least 0, or a share of `rounds` below 100 %, such as "20%"'),
+    Allowed(
+        "integer or text",
+        f'a whole number of at least 0, or a share of `rounds` below 100 %, such as "20%"; at most {MOST}',
+    ),
 ]
 Samples = Annotated[
     int | str,
     _number_or_share(least=1),
-    Allowed("integer or text", 'a whole number of at least 1, or a share above 0 and below 100 %, such as "50%"'),
+    Allowed(
+        "integer or text",
+        f'a whole number of at least 1, or a share above 0 and below 100 %, such as "50%"; at most {MOST}',
+    ),
 ]
 Budget = Annotated[
     int | str,
@@ -119,6 +138,6 @@ Options = Annotated[
     AfterValidator(_check_options),
     Allowed("table", "a table of numbers, texts, true/false, lists and tables"),
 ]
-Counts = Annotated[list[Annotated[int, Field(ge=0)]], Allowed("list", "a list of counts, such as [120, 80]")]
+Counts = Annotated[list[Annotated[int, Field(ge=0, le=MOST)]], Allowed("list", "a list of counts, such as [120, 80]")]
 Names = Annotated[list[str], Allowed("list", 'a list of names, such as ["vgg11", "vgg16"]')]
-Clients = Literal["all"] | Annotated[int, Field(ge=1)]
+Clients = Literal["all"] | Annotated[int, Field(ge=1, le=MOST)]

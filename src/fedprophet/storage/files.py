@@ -36,6 +36,14 @@ def write_json(path: Path, table: Mapping[str, Any], advice: str = TRY_AGAIN) ->
     write_atomic(path, (json.dumps(table, indent=2) + "\n").encode(), advice)
 
 
+def parse_json(text: str | bytes) -> Any:
+    """Return what a JSON text holds; ValueError if it is none, however it is damaged."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
 def write_atomic_all(contents: Iterable[tuple[Path, bytes]], advice: str = TRY_AGAIN) -> None:
     """Write several files like `write_atomic`; their folders are synced once, at the end."""
     folders: dict[Path, None] = {}
@@ -141,7 +149,7 @@ def is_deployed(run: Path) -> bool:
     """Whether a run's clients are real nodes of Flower, which keep their own layers."""
     file = run / IDENTITY
     try:
-        return json.loads(file.read_bytes())["deployed"] is True
+        return parse_json(file.read_bytes())["deployed"] is True
     except FileNotFoundError:
         return False
     except (OSError, ValueError, KeyError, TypeError):
