@@ -8,6 +8,7 @@ from torch import nn
 
 from fedprophet.attacks.pgd import pgd
 from fedprophet.cascade.atoms import Chain, explicit_chain
+from fedprophet.cascade.heads import build_head
 from fedprophet.client.part import ModelPart
 from fedprophet.client.trainer import batches, perturb, train
 from fedprophet.messages.tasks import Train
@@ -65,6 +66,29 @@ def test_momentum_carries_from_iteration_to_iteration_and_starts_at_zero() -> No
                 p.sub_(0.5 * v)
     train(replace(TASK, training=replace(HYPER, iterations=2)), part, x, labels)
     assert torch.allclose(layer.weight, reference.weight, atol=1e-6)
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_a_heads_gradients_can_be_summed_over_the_iterations(weight_decay: float) -> None:
+    """By hand, three steps: the module's gradient is that of its iteration, the head's the sum of all so far."""
+    torch.manual_seed(3)
+    body, head = nn.Linear(2, 3), build_head((3,), 2)
+    x, labels = torch.tensor([[1.0, 2.0], [-1.0, 0.5]]), torch.tensor([0, 1])
+    ours = [*body.parameters(), *head.parameters()]
+    values = [p.detach().clone().requires_grad_() for p in ours]
+    velocity, sums = [torch.zeros_like(p) for p in values], [torch.zeros_like(p) for p in values]
+    for _ in range(3):
+        scores = (x @ values[0].T + values[1]) @ values[2].T + values[3]
+        gradients = torch.autograd.grad(nn.functional.cross_entropy(scores, labels), values)
+        with torch.no_grad():
+            for number, (p, g, v, total) in enumerate(zip(values, gradients, velocity, sums, strict=True)):
+                total += g
+                v.mul_(0.9).add_((total if number >= 2 else g) + weight_decay * p)
+                p.sub_(0.5 * v)
+    hyper = replace(HYPER, iterations=3, weight_decay=weight_decay, summed_heads=True)
+    train(replace(TASK, training=hyper), ModelPart(explicit_chain([("layer", body)]), 0, 1, head), x, labels)
+    for found, expected in zip(ours, values, strict=True):
+        assert torch.allclose(found, expected, atol=1e-5)
 
 
 def test_the_step_is_taken_on_the_batch_that_the_attack_found() -> None:

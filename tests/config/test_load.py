@@ -226,7 +226,7 @@ def test_an_unknown_key_shows_the_nearest(override: str, key: str, nearest: str)
 
 def test_an_unknown_key_lists_its_own_level() -> None:
     text = message("assignment.zzz=3")
-    assert text == "unknown key 'assignment.zzz' (--set). Known: enabled"
+    assert text == "unknown key 'assignment.zzz' (--set). Known: enabled, heads"
 
 
 def test_all_errors_are_listed_one_a_line(tmp_path: Path) -> None:

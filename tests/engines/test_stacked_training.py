@@ -37,6 +37,18 @@ def test_different_assignments_in_one_round(cascade, assert_same_training):
     assert sent[0] < sent[2] | {"heads.0.weight", "heads.0.bias"}
 
 
+def test_gradients_of_heads_that_are_summed(cascade, stacked, assert_same_training):
+    """Sums begin anew in every round, also in a plan that was used before; the last module has no head."""
+    session, state = cascade.session, replace(cascade.states[2], stage=0, perturbation=None)
+    engine = stacked(session)
+    for number in (9, 10):
+        tasks = [session.method._train_task(replace(state, round=number), k, k % 3) for k in range(6)]
+        training = replace(tasks[0].training, iterations=4, summed_heads=True)
+        summed = assert_same_training(session, [replace(t, threat=None, training=training) for t in tasks], engine)
+    fresh = engine.map([replace(tasks[0], threat=None, training=replace(training, summed_heads=False))])
+    assert not torch.allclose(next(iter(fresh)).parameters["heads.0.weight"], summed[0].parameters["heads.0.weight"])
+
+
 def test_clients_that_train_ahead_are_carried_out_with_the_others(cascade, assert_same_training, plans):
     """Modules m … M_k differ from client to client (Section 6.3); all of them are one ladder."""
     session = cascade.session

@@ -321,7 +321,7 @@ def with_header(record: RecordDict, **values: Any) -> RecordDict:
     return record
 
 
-@pytest.mark.parametrize("theirs", [1, 3])
+@pytest.mark.parametrize("theirs", [1, PROTOCOL + 1])
 @pytest.mark.parametrize(
     ("record", "unpack"),
     [
@@ -355,7 +355,7 @@ def test_hellos_and_refusals_of_any_protocol_are_understood() -> None:
     assert unpack_answer(hello) == Hello(7, "9.8.7", 5)
     refusal = RecordDict({"header": ConfigRecord({**header, "kind": "refusal", "text": "no"}), "new": ArrayRecord()})
     assert unpack_answer(refusal) == Refusal("no")
-    ours = {"protocol": 2, "version": __version__}
+    ours = {"protocol": PROTOCOL, "version": __version__}
     assert {name: dict(part) for name, part in hello_request().items()} == {"header": {**ours, "kind": "who"}}
     assert dict(pack_hello(5)["header"]) == {**ours, "kind": "hello", "client": 5}
     assert dict(pack_refusal("no")["header"]) == {**ours, "kind": "refusal", "text": "no"}

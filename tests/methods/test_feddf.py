@@ -217,6 +217,19 @@ def test_every_architecture_distils_the_mean_of_all_clients_models(played) -> No
             assert int(update.parameters[counter]) == int(task.parameters[counter]) + 3, "three steps"
 
 
+def test_norm_layers_can_go_on_from_those_of_the_servers_models(tiny, fleet, play_in_memory) -> None:
+    """Otherwise they begin each distillation as the clients' average; the convolutions do so in both cases."""
+    settings = {"method": "feddf", "distillation.family": ["vgg-small"], "distillation.iterations": 3}
+    settings |= {"distillation.norm_layers": "kept", **fleet(10**15)}
+    found = play_in_memory(tiny(settings), rounds=2)
+    for number in (1, 2):
+        (task,), _ = found.of(number, "distill")
+        (before, after) = (found.states[number - 1].model, task.parameters)
+        local = set(found.session.world.chain.local())
+        assert local
+        assert all(torch.equal(before[name], after[name]) == (name in local) for name in before)
+
+
 def test_the_paper_distils_for_128_iterations() -> None:
     assert DistillationSettings().iterations == 128
 

@@ -5,7 +5,14 @@ import pytest
 from fedprophet.fleet.latency import batch_sizes, client_seconds, workload_of
 from fedprophet.fleet.network import draw_link, payload_bytes
 from fedprophet.runs.session import assemble
-from fedprophet.runs.summary import fault_count, faulty_clients, moved_bytes, simulated_seconds, training_memory
+from fedprophet.runs.summary import (
+    best_and_last,
+    fault_count,
+    faulty_clients,
+    moved_bytes,
+    simulated_seconds,
+    training_memory,
+)
 from fedprophet.server.coordinator import play_round
 
 
@@ -29,6 +36,23 @@ def test_training_memory_by_hand() -> None:
     assert training_memory(records) == {"least_bytes": 25, "peak_bytes": 90}
     assert training_memory(records[2:3]) is None, "nobody trained"
     assert training_memory([*records, {"times": {"1": _time(1.0, 1.0)}}]) is None, "half of it is not known"
+
+
+def test_the_best_round_of_all_stages_by_hand() -> None:
+    """0.6 + 1.5 · 0.4 = 1.2 in module 1 beats 0.8 + 1.5 · 0.25 = 1.175 in module 2; of equal ones the first counts."""
+    records = [
+        {"round": 1, "module": 1, "clean": 0.5, "adversarial": 0.3},
+        {"round": 2, "module": 1, "clean": 0.6, "adversarial": 0.4},
+        {"round": 3, "module": 2, "clean": 0.6, "adversarial": 0.4},
+        {"round": 4, "module": 2, "clean": 0.8, "adversarial": 0.25},
+        {"round": 5, "module": 2},
+    ]
+    found = best_and_last(records)
+    assert found == {
+        "best": {"round": 2, "module": 1, "clean": 0.6, "adversarial": 0.4},
+        "last": {"round": 4, "module": 2, "clean": 0.8, "adversarial": 0.25},
+    }
+    assert best_and_last(records[4:]) == {}
 
 
 def test_bytes_and_faults_by_hand() -> None:

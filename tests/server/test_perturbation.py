@@ -60,6 +60,26 @@ def test_the_cadence_is_in_rounds_and_rounded_up_to_evaluations(every: int, adju
     assert observed == adjusted_at
 
 
+@pytest.mark.parametrize(
+    ("counted_from", "evaluated_every", "adjusted"),
+    [
+        ("gate", 1, [175, 225, 275]),
+        ("warmup", 1, [151, 201, 251]),
+        # Rounds 130, 140, …: the evaluation behind each of those rounds.
+        ("warmup", 10, [160, 210, 260]),
+    ],
+)
+def test_where_the_cadence_is_counted_from(counted_from: str, evaluated_every: int, adjusted: list[int]) -> None:
+    """As in the paper: 100 rounds of warm-up, the gate 25 rounds later, an adjustment every 50 rounds."""
+    settings = PerturbationSettings(every=50, counted_from=counted_from)
+    perturbation, found = _perturbation(), []
+    for stage_round in (r for r in range(126, 290) if r % evaluated_every == 0):
+        new = perturbation.observe(0.9, 0.1, settings, evaluated_every, since_warmup=stage_round - 100)
+        found += [stage_round] if new.alpha != perturbation.alpha else []
+        perturbation = new
+    assert found == adjusted
+
+
 def test_ratio_without_adversarial_accuracy_is_infinite() -> None:
     assert accuracy_ratio(0.5, 0.25) == 2.0
     assert accuracy_ratio(0.5, 0.0) == math.inf

@@ -1,7 +1,7 @@
 """Adversarial cascade learning on one client (Section 5.1): attack the batch, then step on what the attack found."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -55,7 +55,8 @@ def descend(task: Train | Distill, part: ModelPart, samples: int, loss_of: Calla
     It stops at the first loss that is not finite, and that is what is returned.
     """
     hyper = task.training
-    step = _Descent(part.parameters(), hyper)
+    heads = part.head.parameters() if part.head is not None and hyper.summed_heads else ()
+    step = _Descent(part.parameters(), hyper, summed=heads)
     total = 0.0
     for iteration, batch in enumerate(batches(samples, hyper.batch, hyper.iterations, task)):
         loss = loss_of(iteration, batch)
@@ -74,15 +75,19 @@ class _Descent:
     That takes as long as the step itself where layers are narrow, and loads torch's compiler.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], hyper: LocalTraining) -> None:
+    def __init__(self, parameters: Sequence[Tensor], hyper: LocalTraining, summed: Iterable[Tensor] = ()) -> None:
+        """Take over some parameters; the gradients of those that are `summed` are never forgotten."""
         self._parameters = parameters
         self._hyper = hyper
         self._momenta: dict[int, Tensor] = {}
+        self._fresh = parameters
         self._forget()
+        kept = {id(parameter) for parameter in summed}
+        self._fresh = [parameter for parameter in parameters if id(parameter) not in kept]
 
     @torch.no_grad()
     def __call__(self) -> None:
-        """Step down the gradients, and forget them."""
+        """Step down the gradients, and forget them, but for those that are summed."""
         hyper = self._hyper
         for number, parameter in enumerate(self._parameters):
             gradient = parameter.grad
@@ -94,12 +99,13 @@ class _Descent:
                 before = self._momenta.get(number)
                 if before is not None:
                     gradient = before.mul_(hyper.momentum).add_(gradient)
-                self._momenta[number] = gradient
+                # A gradient that is summed goes on growing, and must not take the momentum along.
+                self._momenta[number] = gradient.clone() if gradient is parameter.grad else gradient
             parameter.add_(gradient, alpha=-hyper.learning_rate)
         self._forget()
 
     def _forget(self) -> None:
-        for parameter in self._parameters:
+        for parameter in self._fresh:
             parameter.grad = None
 
 

@@ -54,6 +54,11 @@ class TrainSettings(Section):
         default=0.9, ge=0, lt=1, description="Momentum of SGD; 0 also saves its copy of the parameters."
     )
     weight_decay: float = Field(default=1e-4, ge=0, description="Weight decay of backbone and heads.")
+    head_gradients: Literal["fresh", "summed"] = Field(
+        default="fresh",
+        description="The gradient that an auxiliary head steps along: its iteration's, or the sum of all in the round "
+        "so far (as in the paper's runs: about 15 times the step).",
+    )
     warmup: Rounds = Field(
         default="20%", description="Rounds of standard training that start a stage (100 of 500 in the paper)."
     )

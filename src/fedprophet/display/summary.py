@@ -126,4 +126,5 @@ def _need(results: Mapping[str, Any]) -> str:
 
 def _reached(name: str, round: Mapping[str, Any]) -> str:
     accuracies = f"clean {percent(round['clean'])}, PGD {percent(round['adversarial'])}"
-    return f"{name.capitalize()} round ({round['round']}): {accuracies}."
+    module = f", module {round['module']}" if "module" in round else ""
+    return f"{name.capitalize()} round ({round['round']}{module}): {accuracies}."

@@ -37,7 +37,9 @@ KNOWN_FIELDS: Mapping[type, frozenset[str]] = {
     Train: frozenset(_MODEL | _VARIANT | {"training", "wants_local"}),
     Evaluate: frozenset(_MODEL | _VARIANT | {"attack", "samples", "part"}),
     Measure: frozenset(_MODEL | {"threat"}),
-    LocalTraining: frozenset({"iterations", "batch", "learning_rate", "momentum", "weight_decay", "strong_convexity"}),
+    LocalTraining: frozenset(
+        {"iterations", "batch", "learning_rate", "momentum", "weight_decay", "strong_convexity", "summed_heads"}
+    ),
     ThreatModel: frozenset({"norm", "radius", "step", "steps", "bounds"}),
     Timeline: frozenset({"discarded", "floor"}),
     FrozenModule: frozenset({"first", "last", "digest"}),

@@ -60,6 +60,9 @@ class TrainingStack(StackedNetwork):
         biases = [f"{part.convolution}.bias" for part in ladder.longest.convolutions if part.bias]
         # What a batch norm subtracts again has no gradient.
         self._nothing = {name: torch.zeros_like(stacks[name]) for name in biases}
+        heads = [name for name in self.velocity if name.startswith("heads.") and hyper.summed_heads]
+        self._summed = {name: torch.zeros_like(stacks[name]) for name in heads}
+        """The gradients of auxiliary heads that are summed over a round's steps."""
         self.squares: Squares | None = None
         """Factors for the gradients of scaled parameters, see `narrow`."""
         self.observed: dict[str, Tensor] = {}
@@ -68,12 +71,12 @@ class TrainingStack(StackedNetwork):
     @property
     def held(self) -> tuple[Tensors, ...]:
         """All tensors that last from step to step."""
-        return self.stacks, self.velocity, self.observed, self._nothing
+        return self.stacks, self.velocity, self.observed, self._nothing, self._summed
 
     def reset(self, learning_rate: float) -> None:
-        """Begin a round: no velocity, no losses."""
+        """Begin a round: no velocity, no sums, no losses."""
         self.learning_rate.fill_(learning_rate)
-        torch._foreach_zero_(list(self.velocity.values()))
+        torch._foreach_zero_([*self.velocity.values(), *self._summed.values()])
         self.losses.zero_()
 
     def step(self, z: Tensor, targets: Tensor, draws: Draws) -> None:
@@ -194,6 +197,8 @@ class TrainingStack(StackedNetwork):
         names = self.layout.parameters()
         if self.squares is not None:
             self.squares.apply(gradients)
+        for name, total in self._summed.items():
+            gradients[name] = total.add_(gradients[name])
         torch._fused_sgd_(
             [self.stacks[name] for name in names],
             [gradients[name].contiguous() for name in names],  # it reads memory, not strides

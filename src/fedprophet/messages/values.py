@@ -29,6 +29,8 @@ class LocalTraining:
     weight_decay: float
     strong_convexity: float
     """The paper's mu. It acts on the feature before an auxiliary head; the backbone's own classifier has none."""
+    summed_heads: bool = False
+    """Whether an auxiliary head steps along the sum of the gradients of all iterations so far."""
 
 
 @dataclass(frozen=True)

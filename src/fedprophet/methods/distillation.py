@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
@@ -18,7 +19,7 @@ from fedprophet.cascade.cost import ChainCost
 from fedprophet.errors import ConfigError
 from fedprophet.messages.answers import Distilled, Predicted, Trained
 from fedprophet.messages.tasks import Distill, Predict, Train
-from fedprophet.messages.values import BACKBONE, SERVER, Resources
+from fedprophet.messages.values import BACKBONE, SERVER, LocalTraining, Resources
 from fedprophet.methods.base import Shown
 from fedprophet.methods.baseline import Baseline, BaselineState
 from fedprophet.methods.world import named
@@ -26,7 +27,7 @@ from fedprophet.server.aggregate import Usable, all_finite
 from fedprophet.server.coordinator import Conversation, Record, ask
 from fedprophet.server.rejections import reject
 from fedprophet.server.rules.registry import Parameters
-from fedprophet.settings.section import Section, section
+from fedprophet.settings.section import MOST_REAL, Section, section
 from fedprophet.settings.values import Names, Samples, share_of
 
 
@@ -44,9 +45,30 @@ class DistillationSettings(Section):
         description="Samples of the test set that become the public set; they are left out of the global accuracy.",
     )
     iterations: int = Field(default=128, ge=1, description="SGD iterations of distillation in a round.")
+    learning_rate: Literal["train"] | Annotated[float, Field(gt=0, le=MOST_REAL)] = Field(
+        default="train", description='Learning rate of distillation; "train": that of the round\'s training.'
+    )
+    weight_decay: Literal["train"] | Annotated[float, Field(ge=0, le=MOST_REAL)] = Field(
+        default="train", description='Weight decay of distillation; "train": train.weight_decay.'
+    )
+    norm_layers: Literal["averaged", "kept"] = Field(
+        default="averaged",
+        description="feddf: the norm layers that distillation starts from: the clients' average, or those that the "
+        "server's models had after the last one (as in the paper's runs).",
+    )
     diversity: float = Field(
         default=0.05, ge=0, description="fedet: weight of the KL term to the models that disagree."
     )
+
+    def training(self, usual: LocalTraining) -> LocalTraining:
+        """Return the hyper-parameters of distillation, given those of the round's training."""
+        rate, decay = self.learning_rate, self.weight_decay
+        return replace(
+            usual,
+            iterations=self.iterations,
+            learning_rate=usual.learning_rate if rate == "train" else rate,
+            weight_decay=usual.weight_decay if decay == "train" else decay,
+        )
 
     def public_samples(self, test: int) -> int:
         """Return how many of the `test` samples become the public set: at least one, and at least one stays."""
@@ -116,6 +138,10 @@ class Distillation(Baseline[DistillationState]):
             for name, model in state.models.items()
         }
 
+    def own_layers(self, state: DistillationState, architecture: str) -> Parameters:
+        """Return the norm layers that the server's model of an architecture has."""
+        return named(state.models[architecture], self.world.family[architecture].chain.local())
+
     def expected_layers(self, task: Train) -> Parameters:
         """Return the client's own layers that come with its model."""
         chain = self.world.family[task.architecture].chain
@@ -154,7 +180,7 @@ class Distillation(Baseline[DistillationState]):
     ) -> Conversation[Mapping[str, Parameters]]:
         """Train models on the public set and return them; one that diverges, or does not come back, stays as it was."""
         settings = self.world.config.of(DistillationSettings)
-        training = replace(self.world.local_training(state.round), iterations=settings.iterations)
+        training = settings.training(self.world.local_training(state.round))
         whole = Distill(**self.model_fields(state, SERVER), training=training, targets=targets)
         asked = [
             replace(

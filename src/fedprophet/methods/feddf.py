@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedprophet.messages.values import BACKBONE
-from fedprophet.methods.distillation import Distillation, DistillationState
+from fedprophet.methods.distillation import Distillation, DistillationSettings, DistillationState
 from fedprophet.methods.registry import method
 from fedprophet.server.aggregate import Usable
 from fedprophet.server.coordinator import Conversation, Record
@@ -40,6 +40,8 @@ class FedDF(Distillation):
         """Average by architecture, then distil into each."""
         logits = yield from self.predictions(state, usable, record)
         models: Mapping[str, Parameters] = self.average(state, usable)
+        if self.world.config.of(DistillationSettings).norm_layers == "kept":
+            models = {name: {**averaged, **self.own_layers(state, name)} for name, averaged in models.items()}
         if len(logits):
             models = yield from self.distil(state, models, mean_prediction(self.agreed(logits)), record)
         return replace(state, model=models[BACKBONE], models=models)

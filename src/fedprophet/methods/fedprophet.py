@@ -141,10 +141,19 @@ class FedProphet(Method[CascadeState]):
         record["assigned"] = {str(client): last + 1 for client, last in assigned.items()}
         updates = yield from ask(tasks, Trained)
         record["times"] = training_times(tasks, updates, available, lambda task: world.cost)
-        average = world.aggregator.aggregate({**state.model, **state.heads}, tasks, updates, record)
-        if average is None:
+        usable = world.aggregator.usable(tasks, updates, record)
+        if not usable:
             return replace(state, failures=state.failures + 1)
+        if world.config.of(AssignmentSettings).heads == "passed":
+            usable = [(task, self._with_passed_heads(state, task, update)) for task, update in usable]
+        average = world.aggregator.join_updates({**state.model, **state.heads}, usable)
         return replace(state, failures=0, model=named(average, state.model), heads=named(average, state.heads))
+
+    def _with_passed_heads(self, state: CascadeState, task: Train, update: Trained) -> Trained:
+        """Return an update with the heads of the modules before the client's last one, as the client was given them."""
+        passed = [m for m in self.world.modules[state.stage :] if m.last < task.last]
+        names = [name for module in passed for name in head_names(module.index)]
+        return replace(update, parameters={**named(state.heads, names), **update.parameters})
 
     def _evaluate(self, state: CascadeState, record: Record) -> Conversation[CascadeState]:
         """Let clients evaluate w*_1 ∘ … ∘ w_m; keep the best round, adjust the perturbation.
@@ -163,7 +172,8 @@ class FedProphet(Method[CascadeState]):
         if state.perturbation is not None:
             config = self.world.config
             settings, every = config.of(PerturbationSettings), config.evaluate.every
-            adjusted = state.perturbation.observe(accuracy.clean, accuracy.adversarial, settings, every)
+            since_warmup = state.stage_round - config.warmup_rounds
+            adjusted = state.perturbation.observe(accuracy.clean, accuracy.adversarial, settings, every, since_warmup)
             state = replace(state, perturbation=adjusted)
         return state
 
@@ -296,8 +306,7 @@ class FedProphet(Method[CascadeState]):
     def _parameters(self, state: CascadeState, first: int, last: int, head: int | None = None) -> Parameters:
         """Return the shared parameters of atoms `first` … `last` − 1 and of a head."""
         own = named(state.model, self.world.chain.shared(first, last))
-        exit_names = [] if head is None else [f"heads.{head}.weight", f"heads.{head}.bias"]
-        return {**own, **named(state.heads, exit_names)}
+        return {**own, **named(state.heads, () if head is None else head_names(head))}
 
 
 def sound_magnitudes(answers: Sequence[Measured], threat: ThreatModel, record: Record) -> list[Measured]:
@@ -315,6 +324,11 @@ def sound_magnitudes(answers: Sequence[Measured], threat: ThreatModel, record: R
     if far:
         reject(record, {client: f"its measured perturbation is {text}" for client, text in far.items()})
     return [answer for answer in sound if answer.client not in far]
+
+
+def head_names(module: int) -> tuple[str, str]:
+    """Return the names of a head's parameters."""
+    return f"heads.{module}.weight", f"heads.{module}.bias"
 
 
 def initial_heads(world: World) -> Parameters:

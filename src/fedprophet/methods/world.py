@@ -80,6 +80,7 @@ class World:
             momentum=train.momentum,
             weight_decay=train.weight_decay,
             strong_convexity=train.strong_convexity,
+            summed_heads=train.head_gradients == "summed",
         )
 
     def evaluation_batch(self, last: int) -> int:

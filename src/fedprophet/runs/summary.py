@@ -5,12 +5,14 @@ from typing import Any
 
 from torch import Tensor
 
+from fedprophet.methods.baseline import ROBUSTNESS_WEIGHT
 from fedprophet.runs.asking import WatchedEngine
 from fedprophet.runs.engine_history import spans
 from fedprophet.runs.evaluator import Evaluator, cells, conditions
 from fedprophet.runs.journal import Journal, timings_of
 from fedprophet.runs.run import Run
 from fedprophet.runs.session import Session
+from fedprophet.server.convergence import score
 from fedprophet.server.coordinator import Record
 from fedprophet.version import __version__
 
@@ -36,9 +38,26 @@ def closing_summary(run: Run, engine: WatchedEngine, whole: Mapping[str, Tensor]
         # The closing evaluation is left out: it moves the same for every method.
         **({"wire": moved, "faults": fault_count(records)} if moved else {}),
         **({"closing": closing_account} if closing_account else {}),
+        **best_and_last(records),
         **session.method.results(state),
         **conditions(session),
         **accuracies,
+    }
+
+
+def best_and_last(records: Iterable[Record]) -> dict[str, dict[str, Any]]:
+    """Return the best evaluated round of all, by clean + 1.5 · adversarial accuracy, and the last one.
+
+    That best round is what the paper's tables report; the model that is kept is that of the last stage's own best.
+    """
+    evaluated = [record for record in records if "clean" in record]
+    if not evaluated:
+        return {}
+    best = max(evaluated, key=lambda record: score(record["clean"], record["adversarial"], ROBUSTNESS_WEIGHT))
+    parts = ("round", "module", "clean", "adversarial")
+    return {
+        name: {part: record[part] for part in parts if part in record}
+        for name, record in (("best", best), ("last", evaluated[-1]))
     }
 
 

@@ -1,6 +1,7 @@
 """Differentiated Module Assignment (Section 6.3): which modules a client trains this round."""
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from pydantic import Field
 
@@ -16,6 +17,11 @@ class AssignmentSettings(Section):
 
     enabled: bool = Field(
         default=True, description="Give clients with memory left later modules too; false: module m alone."
+    )
+    heads: Literal["trained", "passed"] = Field(
+        default="trained",
+        description="Whose copy of a head enters its average: of clients that trained it (Eq. 17), or also of those "
+        "that trained later modules, as they were given it (as in the paper's runs).",
     )
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -23,10 +23,22 @@ class PerturbationSettings(Section):
         default=0.05, ge=0, lt=1, description="Relative change of the accuracy ratio that counts (gamma)."
     )
     every: int = Field(default=1, ge=1, description="Rounds from one adjustment to the next (50 in the paper's runs).")
+    counted_from: Literal["gate", "warmup"] = Field(
+        default="gate",
+        description="From where those rounds are counted: the gate, or the first round after the warm-up (as in the "
+        "paper's runs).",
+    )
     window: int = Field(
         default=1, ge=1, description="Evaluations that the ratio is averaged over (5 in the paper's runs)."
     )
     floor: float = Field(default=0.0, ge=0, description="Lowest alpha (the start value in the paper's runs).")
+
+    def due(self, observed: int, since_warmup: int, evaluated_every: int) -> bool:
+        """Whether α is adjusted after the evaluation number `observed`, in this round after the warm-up."""
+        if self.counted_from == "gate":
+            return observed % math.ceil(self.every / evaluated_every) == 0
+        passed = since_warmup - 1
+        return passed // self.every > (passed - evaluated_every) // self.every
 
     def conflicts(self, config: Any) -> Iterator[str]:
         if self.floor > self.start:
@@ -58,12 +70,20 @@ class Perturbation:
         return self.alpha * self.magnitude
 
     def observe(
-        self, clean: float, adversarial: float, settings: PerturbationSettings, evaluated_every: int = 1
+        self,
+        clean: float,
+        adversarial: float,
+        settings: PerturbationSettings,
+        evaluated_every: int = 1,
+        since_warmup: int = 0,
     ) -> "Perturbation":
-        """Take in an evaluation, one in `evaluated_every` rounds, and adjust α when that is due (Eq. 12)."""
+        """Take in an evaluation, one in `evaluated_every` rounds, and adjust α when that is due (Eq. 12).
+
+        `since_warmup` is the number of the round after the warm-up, from 1.
+        """
         ratios = (*self.ratios, accuracy_ratio(clean, adversarial))[-settings.window :]
         seen = replace(self, ratios=ratios, observed=self.observed + 1)
-        if not settings.enabled or seen.observed % math.ceil(settings.every / evaluated_every):
+        if not settings.enabled or not settings.due(seen.observed, since_warmup, evaluated_every):
             return seen
         ratio = sum(ratios) / len(ratios)
         alpha = self.alpha
