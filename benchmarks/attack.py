@@ -307,6 +307,8 @@ class Deployed:
             self.deployment.kill_processes("flwr-serverapp")
         else:
             self.deployment.named[victim].kill()
+            # Flower refuses a node that comes back before it is missed, which takes up to a minute.
+            self._wait_for(lambda: victim == "server" or victim not in self.deployment.online(), self.deployment.told)
             self.start(victim)
         if command.code != 0:
             expect(hit, command.said[-600:])
@@ -361,6 +363,7 @@ def main() -> None:
     parser.add_argument("--parallel", type=int, default=2, help="trials at a time, but in a deployment one")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # all processes are ended then, too
     rows = []
     with tempfile.TemporaryDirectory() as folder, forking() as context:
         for kind in arguments.only:

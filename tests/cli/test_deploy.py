@@ -244,7 +244,7 @@ def run_state(status, run_id=7, out="", details=""):
 def flower(monkeypatch):
     """Flower's own command line takes every run; what it was given is returned."""
     given = []
-    monkeypatch.setattr(launch, "submit", lambda pilot, out, resume: given.append((out, resume)) or 7)
+    monkeypatch.setattr(launch, "submit", lambda pilot, out, resume, from_round: given.append((out, resume)) or 7)
     monkeypatch.setattr(launch, "watch", lambda pilot, run_id: None)
     return given
 
@@ -431,7 +431,7 @@ def test_submit_hands_the_folders_to_flower(pilot, tmp_path, monkeypatch):
         return launch.subprocess.CompletedProcess(command, 0, json.dumps({"success": True, "run-id": "12"}), "")
 
     monkeypatch.setattr(launch.subprocess, "run", run)
-    assert launch.submit(pilot, pilot.runs / "run-1", resume=True) == 12
+    assert launch.submit(pilot, pilot.runs / "run-1", resume=True, from_round=3) == 12
     ((command, variables),) = calls
     settings = pilot.path / "server" / "run.toml"
     assert command == [
@@ -445,7 +445,7 @@ def test_submit_hands_the_folders_to_flower(pilot, tmp_path, monkeypatch):
         "json",
     ]
     assert variables["FLWR_HOME"] == str(pilot.flower)
-    expected = {"config": str(pilot.config), "out": str(pilot.runs / "run-1"), "resume": True}
+    expected = {"config": str(pilot.config), "out": str(pilot.runs / "run-1"), "resume": True, "from-round": 3}
     assert tomllib.loads(settings.read_text()) == expected
 
 

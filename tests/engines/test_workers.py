@@ -455,6 +455,26 @@ def test_workers_leave_when_their_process_is_killed_in_the_middle_of_a_task(tiny
     wait_until(lambda: not any(map(alive, run.workers)))
 
 
+def test_workers_leave_when_their_process_is_killed_in_the_middle_of_a_message(tiny):
+    def work(say: Callable[[object], None]) -> None:
+        session = assemble(tiny(WORKERS))
+        say(session.engine.processes)
+        for worker in session.engine._workers:
+            os.write(worker.channel.connection.fileno(), b"\0\0")  # half of a length
+        say("sent")
+        time.sleep(PATIENCE)
+
+    run = Run(work)
+    assert run.said() == "sent"
+    run.process.kill()
+    assert run.code() == -signal.SIGKILL
+    try:
+        wait_until(lambda: not any(map(alive, run.workers)), seconds=5)
+    finally:
+        for process in filter(alive, run.workers):
+            os.kill(process, signal.SIGKILL)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stop_of_the_whole_group_saves_the_run_and_leaves_no_process(number, tiny, tmp_path):

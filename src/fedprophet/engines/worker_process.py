@@ -77,7 +77,7 @@ class WorkerProcess:
         self.task: ModelTask | None = None
         self.modules: set[str] = set()
         self.channel = Channel(ours)
-        self._process = _FORK.Process(target=_work, args=(theirs, plain, workers))
+        self._process = _FORK.Process(target=_work, args=(theirs, ours, plain, workers))
         with warnings.catch_warnings():
             # Python warns because another thread may hold a lock that the copy would wait for. A worker computes with
             # one thread and takes no lock of another thread.
@@ -152,8 +152,11 @@ class _TaskLayers:
         self.stored.append((architecture, client, round, tensors, timeline))
 
 
-def _work(connection: "Connection[Any, Any]", plain: PlainEngine, workers: int) -> NoReturn:
+def _work(
+    connection: "Connection[Any, Any]", other_end: "Connection[Any, Any]", plain: PlainEngine, workers: int
+) -> NoReturn:
     """Do jobs. The listener ends the process."""
+    other_end.close()  # or a message that the server's process dies over would be waited for without end
     # Ctrl-C and SIGTERM, which the terminal sends to the whole group, are for the server's process to handle.
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
