@@ -68,7 +68,7 @@ def play(certified):
         server.lifespan = config.lifespan_class(config)
         await server.startup([listener])
         try:
-            async with asyncio.timeout(8):
+            async with asyncio.timeout(600):
                 await work(Door(listener.getsockname()[1], trusting))
         finally:
             server.force_exit = True

@@ -64,7 +64,7 @@ def ask(*arguments, **keywords):
     async def play():
         asked = Asked(*arguments, **keywords)
         asked.done.set()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(600):
             await asked.through(make_gate())
         return asked.sent
 
@@ -179,7 +179,7 @@ def test_a_request_that_does_not_arrive_in_time_is_given_up(monkeypatch):
 
 
 async def all_inside(requests):
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(600):
         for asked in requests:
             await asked.inside.wait()
 
