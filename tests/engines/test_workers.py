@@ -455,21 +455,21 @@ def test_workers_leave_when_their_process_is_killed_in_the_middle_of_a_task(tiny
     wait_until(lambda: not any(map(alive, run.workers)))
 
 
-def test_workers_leave_when_their_process_is_killed_in_the_middle_of_a_message(tiny):
+def test_workers_leave_when_their_process_is_killed_in_the_middle_of_a_message(tiny, wait_until):
     def work(say: Callable[[object], None]) -> None:
         session = assemble(tiny(WORKERS))
         say(session.engine.processes)
         for worker in session.engine._workers:
             os.write(worker.channel.connection.fileno(), b"\0\0")  # half of a length
         say("sent")
-        time.sleep(PATIENCE)
+        signal.pause()
 
     run = Run(work)
     assert run.said() == "sent"
     run.process.kill()
     assert run.code() == -signal.SIGKILL
     try:
-        wait_until(lambda: not any(map(alive, run.workers)), seconds=5)
+        wait_until(lambda: not any(map(alive, run.workers)))
     finally:
         for process in filter(alive, run.workers):
             os.kill(process, signal.SIGKILL)
