@@ -19,7 +19,9 @@ def test_names_and_labels() -> None:
     assert find_attack("clean") is None
 
 
-@pytest.mark.parametrize("wrong", ["pgd", "pgd0", "pgd-5", "pgd020", "autoattack5", "PGD20", "clean1"])
+@pytest.mark.parametrize(
+    "wrong", ["pgd", "pgd0", "pgd-5", "pgd020", "autoattack5", "PGD20", "clean1", "pgd" + "9" * 5000]
+)
 def test_other_names_are_refused_with_what_is_allowed(wrong: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_attacks(f"clean,{wrong}")

@@ -93,6 +93,8 @@ def test_images_without_channels_get_one():
         (torch.tensor([[5], [6]]), [0, 1], "uint8 or floating point, not int64"),
         (torch.zeros(2), [0, 1], r"batch first.*\(2,\)"),
         (torch.zeros(3, 1), [0, 1], "3 images but 2 labels"),
+        (["cat", "dog"], [0, 1], "images must be a tensor or an array of numbers"),
+        (torch.zeros(2, 1), [0, 10**30], "labels must be integers"),
         (torch.zeros(2, 1), [0.0, 1.0], "labels must be integers, not float32"),
         (torch.zeros(2, 1), torch.tensor([True, False]), "labels must be integers, not bool"),
         (torch.zeros(2, 1), ["cat", "dog"], "labels must be integers"),
@@ -335,3 +337,8 @@ def test_unknown_dataset_names_the_nearest():
     with pytest.raises(DataError, match=r"unknown dataset 'digit'. Did you mean 'digits'\?"):
         load("digit")
     assert "digits" in DATASETS
+
+
+def test_images_without_pixels_are_refused():
+    with pytest.raises(DataError, match=r"images of shape \(1, 0, 8\) have no pixels"):
+        from_tensors(torch.zeros(2, 1, 0, 8), [0, 1], torch.zeros(2, 1, 0, 8), [0, 1])

@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from fedprophet.display.summary import show_results
+from fedprophet.errors import CheckpointError
 
 PATH = Path("runs/one")
 RESULTS = {
@@ -112,3 +113,11 @@ def test_closing_words_of_a_cascade():
         "1", "Conv 1", "400 B", "80.0 %", "20.0 %", "50.0 %", "25.0 %",
     ]  # fmt: skip
     assert "A client needs 400 B to train a module; the whole model would take 2.0 kB.\n" in said
+
+
+@pytest.mark.parametrize(
+    "change", [{"personalised": 3}, {"rounds": None, "whole_model_bytes": "x"}, {"engines": [1]}, {"stages": 7}]
+)
+def test_results_that_were_changed_by_hand_are_called_damaged(change) -> None:
+    with pytest.raises(CheckpointError, match=r"results\.json is damaged\. Delete it: it is made again"):
+        show_results({**RESULTS, **change}, PATH, Console(file=io.StringIO()))

@@ -7,14 +7,16 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from fedprophet.cli.stopping import stopped_once
 from fedprophet.engines import plain, worker_process
 from fedprophet.engines.channel import Channel
 from fedprophet.engines.cpu_plan import fast_plan
@@ -476,9 +478,10 @@ def test_workers_leave_when_their_process_is_killed_in_the_middle_of_a_message(t
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stop_of_the_whole_group_saves_the_run_and_leaves_no_process(number, tiny, tmp_path):
-    """Ctrl-C reaches the workers as well."""
+def test_a_stop_of_the_whole_group_saves_the_run_and_leaves_no_process(number, again, tiny, tmp_path, capfd):
+    """Ctrl-C reaches the workers as well, and may come again and again."""
 
     class Tell(Observer):
         def __init__(self, say: Callable[[object], None]) -> None:
@@ -490,15 +493,21 @@ def test_a_stop_of_the_whole_group_saves_the_run_and_leaves_no_process(number, t
     def work(say: Callable[[object], None]) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        run = start(tiny({**SMALL, **WORKERS, "rounds": 10**4}), tmp_path / "run")
-        say(run.session.engine.processes)
-        with pytest.raises(RunStoppedError):
-            play(run, Tell(say))
+        with stopped_once():
+            run = start(tiny({**SMALL, **WORKERS, "rounds": 10**4}), tmp_path / "run")
+            say(run.session.engine.processes)
+            with pytest.raises(RunStoppedError):
+                play(run, Tell(say))
 
     run = Run(work)
     assert run.said() == 1
     os.killpg(run.process.pid, number)
+    while again and run.process.is_alive():
+        with suppress(ProcessLookupError):  # it has ended just now
+            os.killpg(run.process.pid, number)
+        time.sleep(0.001)
     assert run.code() == 0
+    assert "Traceback" not in capfd.readouterr().err
     assert not any(map(alive, run.workers))
     assert (tmp_path / "run" / "checkpoints").exists()
 

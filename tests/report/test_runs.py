@@ -171,6 +171,8 @@ def test_a_run_before_its_first_round(write_run):
             '{"round": 2, "personalised": {}, "global": {"clean": {"accuracy": 1.5, "samples": 3}}}',
             ["evaluation.json is damaged: global.clean.accuracy"],
         ),
+        ("journal.jsonl", '{"round": 1, "missing": 7}\n', ["round 1 of the journal", "is damaged: missing"]),
+        ("journal.jsonl", '{"round": 1, "faults": "x"}\n', ["round 1 of the journal", "is damaged: faults"]),
         ("journal.jsonl", '{"round": 1}\nnonsense\n{"round": 2}\n', ["line 2 of the journal", "is damaged"]),
         (
             "journal.jsonl",

@@ -3,12 +3,13 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 
 from fedprophet.errors import CheckpointError, ConfigError
 from fedprophet.runs.play import play
-from fedprophet.runs.run import open_to_read, reopen, start
+from fedprophet.runs.run import checkpoints_of, open_to_read, reopen, start
 
 
 def test_runs_without_a_name_are_numbered(tiny, tmp_path, monkeypatch):
@@ -83,3 +84,19 @@ def test_a_run_on_other_machines_goes_on_there_and_can_be_read_when_it_is_finish
     run = open_to_read(finished)
     assert run.away
     assert run.state.round == json.loads(contents(finished)["results.json"])["rounds"] == 4
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: {"stage": 7},
+        lambda state: {"model": {name: value for name, value in state.model.items() if name != "features.0.weight"}},
+        lambda state: {"model": {name: value.double() for name, value in state.model.items()}},
+        lambda state: {"best_model": {name: value[:1] for name, value in state.best_model.items()}},
+    ],
+)
+def test_a_whole_state_that_is_not_of_this_run_is_refused(stopped, change):
+    run = reopen(stopped)
+    checkpoints_of(run.files, run.session).save(replace(run.state, **change(run.state)), run.state.round)
+    with pytest.raises(CheckpointError, match="does not fit this run: it was changed by hand"):
+        reopen(stopped)

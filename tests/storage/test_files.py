@@ -1,9 +1,12 @@
 """Which command goes on with a run."""
 
+import os
+import stat
+
 import pytest
 
 from fedprophet.errors import CheckpointError
-from fedprophet.storage.files import how_to_resume, is_deployed
+from fedprophet.storage.files import how_to_resume, is_deployed, parse_json, write_atomic
 
 
 @pytest.mark.parametrize("where", ["pilot/runs/run 1", "alone/run 1"])
@@ -32,3 +35,20 @@ def test_a_pilots_run_is_known_before_its_first_task(tmp_path):
     (tmp_path / "deploy.toml").touch()
     assert "deploy run" in how_to_resume(tmp_path / "runs" / "run-1")
     assert "train --resume" in how_to_resume(tmp_path / "other" / "run-1")
+
+
+def test_what_is_no_file_is_not_replaced_by_one(tmp_path):
+    pipe, link = tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    link.symlink_to(pipe)
+    for path in (pipe, link):
+        with pytest.raises(CheckpointError, match="it is a device or a pipe"):
+            write_atomic(path, b"model")
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    assert link.is_symlink()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, b"\xff"])
+def test_what_is_no_json_is_a_value_error(text):
+    with pytest.raises(ValueError):  # noqa: PT011
+        parse_json(text)

@@ -20,7 +20,7 @@ class NamedAttack(NamedTuple):
 
 def find_attack(name: str) -> NamedAttack | None:
     """Return the attack of that name; None for `clean` and for names that stand for nothing."""
-    match = re.fullmatch(r"([a-z-]+)([1-9][0-9]*)?", name)
+    match = re.fullmatch(r"([a-z-]+)([1-9][0-9]{0,6})?", name)
     entry = ATTACKS.get(match[1]) if match else None
     if match is None or entry is None or entry.takes_steps != (match[2] is not None):
         return None

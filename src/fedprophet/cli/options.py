@@ -59,7 +59,7 @@ def print_listing(entries: Mapping[str, str], as_json: bool) -> None:
 
 def with_method(overrides: list[str] | None, **short: str | None) -> list[str]:
     """Return the overrides, and those that have an option of their own, such as --method."""
-    return [*(overrides or ()), *(f"{key}={value}" for key, value in short.items() if value)]
+    return [*(overrides or ()), *(f"{key}={value}" for key, value in short.items() if value is not None)]
 
 
 def model_cost(model: str, shape: str, classes: int, batch: int, optimizer: str) -> ChainCost:

@@ -49,6 +49,8 @@ def write_atomic_all(contents: Iterable[tuple[Path, bytes]], advice: str = TRY_A
     folders: dict[Path, None] = {}
     for path, data in contents:
         temporary = path.with_name(f".{path.name}.tmp")
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise CheckpointError(f"cannot write {path}: it is a device or a pipe, which stays. Give another path")
         try:
             make_folder(path.parent)
             write_synced(temporary, data)
