@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from fedprophet.messages.answers import Trained
 from fedprophet.messages.tasks import Train
@@ -31,8 +32,8 @@ def implausible_updates(usable: Sequence[tuple[Train, Trained]]) -> dict[int, st
     reasons = {}
     sizes = {update.client: _moved(task.parameters, update.parameters) for task, update in usable}
     for task, update in usable:
-        whole, size = _size(task.parameters), sizes[update.client]
-        if not size <= MOST_MOVED * max(whole, 1.0):
+        size = sizes[update.client]
+        if size > MOST_MOVED and size > MOST_MOVED * (whole := _size(task.parameters)):
             reasons[update.client] = f"its update moves parameters of size {whole:.3g} by {size:.3g}"
     left = {client: size for client, size in sizes.items() if client not in reasons}
     return {**reasons, **{client: f"its update is {text}" for client, text in outliers(left, below=False).items()}}
@@ -55,8 +56,14 @@ def _moved(given: Parameters, sent: Parameters) -> float:
 
 
 def _size(tensors: Parameters) -> float:
-    """Return the root mean square of all fractions. A GPU is asked once: each answer is a wait."""
+    """Return the root mean square of all fractions."""
     fractions = [value.detach() for value in tensors.values() if value.is_floating_point()]
     count = sum(value.numel() for value in fractions)
-    norms = [torch.linalg.vector_norm(value, dtype=torch.float64) for value in fractions]
-    return float(torch.linalg.vector_norm(torch.stack(norms))) / math.sqrt(count) if count else 0.0
+    norm = _norm(fractions, torch.float32) if count else 0.0
+    # Squares of large numbers overflow in float32, which is many times as fast.
+    return (norm if math.isfinite(norm) else _norm(fractions, torch.float64)) / math.sqrt(max(count, 1))
+
+
+def _norm(tensors: Sequence[Tensor], dtype: torch.dtype) -> float:
+    """Return the l2 norm of all numbers. A GPU is asked once: each answer is a wait."""
+    return float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t, dtype=dtype) for t in tensors])))
