@@ -111,9 +111,8 @@ class Small:
         self._context, self._folder, self._numbers, self._lock = context, folder, count(), threading.Lock()
         pairs = {**SETTINGS, "engine": engine}.items()
         self._flags = [word for key, value in pairs for word in ("--set", f"{key}={value}")]
-        path = self.fresh()
-        Command(context, ["--version"], folder, folder / "version").wait()  # what is forked from has started now
-        began = time.monotonic()
+        self.finish(self.fresh())  # the first takes longer: what is forked from starts, and files are read
+        path, began = self.fresh(), time.monotonic()
         self.finish(path)
         self.seconds = time.monotonic() - began
         self.left = outcome(path)

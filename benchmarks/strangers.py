@@ -11,6 +11,7 @@ connection that it has and as often over a new one. The table has the largest re
 import argparse
 import asyncio
 import json
+import logging
 import multiprocessing
 import os
 import shlex
@@ -148,8 +149,7 @@ def strangers(kind: str, count: int, port: int, sent: Any, begun: Any) -> None:
     """Be many of them, in a process of their own, until it is ended."""
 
     async def be() -> None:
-        # A connection that is ended from both sides at once is no news.
-        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+        logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # a connection that the server ends is no news
         begun.set()
         await asyncio.gather(*(stranger(kind, port, sent) for _ in range(count)))
 
@@ -217,6 +217,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=15)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the server is ended then, too
     rows = []
     for kind in arguments.kinds:
         for count in arguments.connections:

@@ -1,6 +1,7 @@
 """The door: real connections on loopback to a server in this process, some of them known."""
 
 import asyncio
+import socket
 import ssl
 from contextlib import suppress
 from dataclasses import dataclass
@@ -160,6 +161,35 @@ def test_who_has_gone_takes_no_room(limits, play):
             with suppress(ConnectionResetError):
                 await door.connect(STRANGER)
                 break
+
+    play(work)
+
+
+def test_others_get_their_turn_between_those_who_knock(play, monkeypatch):
+    turns = [0]
+
+    async def take_turns():
+        while True:
+            turns[0] += 1
+            await asyncio.sleep(0)
+
+    async def work(door):
+        knocked_at, all_knocked = [], asyncio.Event()
+
+        def refuse(server, address):
+            knocked_at.append(turns[0])
+            if len(knocked_at) == 50:
+                all_knocked.set()
+            return False
+
+        monkeypatch.setattr(DoorServer, "_make_room", refuse)
+        knocking = [socket.create_connection(("127.0.0.1", door.port)) for _ in range(50)]
+        other = asyncio.create_task(take_turns())
+        await all_knocked.wait()
+        other.cancel()
+        for connection in knocking:
+            connection.close()
+        assert len(set(knocked_at)) == 50
 
     play(work)
 

@@ -68,14 +68,16 @@ class DoorServer(uvicorn.Server):
 
     async def _accept(self, listener: socket.socket) -> None:
         while True:
+            # While callers wait, accepting one does not let others have their turn, and they may wait without end.
+            await asyncio.sleep(0)
             try:
                 connection, (address, *_) = await asyncio.get_running_loop().sock_accept(listener)
+                # A connection that ends before the handshake is reset: a Flower node that finds it closed in good
+                # order takes that for a fault of TLS and gives up, but after a reset it tries again.
+                _linger(connection, False)
             except OSError:  # no more files may be open: some will be closed soon
                 await asyncio.sleep(0.1)
                 continue
-            # A connection that ends before the handshake is reset: a Flower node that finds it closed in good order
-            # takes that for a fault of TLS and gives up, but after a reset it tries again.
-            _linger(connection, False)
             if self._make_room(address):
                 task = asyncio.create_task(self._meet(connection))
                 self._strangers[task] = (address, time.monotonic())
