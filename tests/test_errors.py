@@ -21,7 +21,7 @@ PETABYTES = 10**15
 def test_the_sentence(work, amount):
     with pytest.raises(OutOfMemoryError) as error, memory_for("a model was built", "Build a smaller one"):
         work()
-    assert str(error.value) == f"out of memory: a model was built{amount}. Build a smaller one"
+    assert str(error.value) == f"out of memory while a model was built{amount}. Build a smaller one"
 
 
 def test_other_errors_are_left_alone():

@@ -56,7 +56,7 @@ def memory_for(work: str, advice: str) -> Iterator[None]:
             raise
         asked = _ASKED.search(str(error))
         amount = f" ({asked[1]} could not be had)" if asked else ""
-        raise OutOfMemoryError(f"out of memory: {work}{amount}. {advice}") from error
+        raise OutOfMemoryError(f"out of memory while {work}{amount}. {advice}") from error
 
 
 def nearest(given: str, known: Iterable[str]) -> list[str]:

@@ -153,7 +153,7 @@ def test_running_out_of_memory_is_noted_and_the_rest_goes_on(settings, dataset, 
     monkeypatch.setattr(rounds.Stopwatch, "map", broken)
     cases = [Case("jfat"), Case("fedprophet", 1)]
     failed, other = measure(replace(settings, repeat=1), cases, dataset, ignore)
-    assert failed.failure.startswith("out of memory: its rounds were played (2 GiB could not be had). ")
+    assert failed.failure.startswith("out of memory while its rounds were played (2 GiB could not be had). ")
     assert failed.parts == {}
     assert other.failure is None
     assert len(other.parts[EVALUATION]) == 1

@@ -62,6 +62,17 @@ def test_draws_are_refused_before_they_happen_and_where(draw):
     assert "explicit_chain" in text
 
 
+def test_a_model_that_catches_the_refusal_is_refused_all_the_same():
+    def stubborn():
+        try:
+            return random.random()
+        except Exception:
+            return random.random()
+
+    with pytest.raises(ModelError, match="draws random numbers"):
+        chain_of(Noisy(stubborn))
+
+
 @pytest.mark.parametrize(
     "draw", [lambda: nn.functional.dropout(torch.ones(2), training=False), lambda: len(random.getstate())]
 )

@@ -310,7 +310,7 @@ def test_a_worker_out_of_memory_ends_in_a_sentence(opened, monkeypatch, place):
     with monkeypatch.context() as patch:  # for the workers, which are forked now
         patch.setattr(*((plain, "run_client") if place == "the task" else (Channel, "receive")), exhausted)
         session = opened()
-    texts = {"the task": "out of memory: client . was to train", "its arrival": "a worker process ended by itself"}
+    texts = {"the task": "out of memory while client . was to train", "its arrival": "a worker process ended by itself"}
     with within(), pytest.raises(TrainingError, match=rf"{texts[place]}.*threads"):
         list(session.engine.map(training(session)))
 

@@ -18,7 +18,7 @@ from fedprophet.errors import CheckpointError, ConfigError, TrainingError
 from fedprophet.runs.files import RunFiles
 from fedprophet.runs.journal import Journal
 from fedprophet.runs.play import play
-from fedprophet.runs.run import RunStoppedError, reopen, start
+from fedprophet.runs.run import RunStoppedError, open_to_read, reopen, start
 from fedprophet.storage.locks import folder_lock
 
 # An ordinary run ----------------------------------------------------------------------------------------------------
@@ -306,6 +306,29 @@ def test_a_run_that_bad_updates_have_spoilt_goes_back_to_where_it_was_sound(tiny
         reopen(path, round=3)
     play(reopen(path, round=2))
     assert contents(path) == contents(tmp_path / "undisturbed")
+
+
+def test_a_kill_while_going_back_leaves_a_run_that_goes_on(tiny, small, tmp_path, contents, undisturbed, monkeypatch):
+    """A checkpoint whose journal is cut already could not be resumed, so it goes first."""
+    path = tmp_path / "run"
+    play(start(tiny({**small, "checkpoint.keep": 9}), path))
+    run = reopen(path, round=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "truncate", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            play(run)
+    play(reopen(path))
+    assert contents(path) == undisturbed
+
+
+def test_a_finished_run_without_its_checkpoints_is_not_begun_again(finished):
+    shutil.rmtree(finished / "checkpoints")
+    for look in (reopen, open_to_read):
+        with pytest.raises(CheckpointError, match=r"checkpoints is lost: .* model\.safetensors can still be used"):
+            look(finished)
+    (finished / "results.json").unlink()
+    (finished / "model.safetensors").unlink()
+    assert any("begins with its first round again" in note for note in reopen(finished).notes)
 
 
 def test_going_back_in_a_finished_run_makes_its_results_again(tiny, small, tmp_path, contents, undisturbed):

@@ -41,11 +41,12 @@ def test_training_memory_by_hand() -> None:
 def test_the_best_round_of_all_stages_by_hand() -> None:
     """0.6 + 1.5 · 0.4 = 1.2 in module 1 beats 0.8 + 1.5 · 0.25 = 1.175 in module 2; of equal ones the first counts."""
     records = [
-        {"round": 1, "module": 1, "clean": 0.5, "adversarial": 0.3},
-        {"round": 2, "module": 1, "clean": 0.6, "adversarial": 0.4},
-        {"round": 3, "module": 2, "clean": 0.6, "adversarial": 0.4},
-        {"round": 4, "module": 2, "clean": 0.8, "adversarial": 0.25},
-        {"round": 5, "module": 2},
+        {"round": 1, "module": 1, "clean": 0.5, "adversarial": 0.3, "samples": 9},
+        {"round": 2, "module": 1, "clean": 0.6, "adversarial": 0.4, "samples": 9},
+        {"round": 3, "module": 2, "clean": 0.6, "adversarial": 0.4, "samples": 9},
+        {"round": 4, "module": 2, "clean": 0.8, "adversarial": 0.25, "samples": 9},
+        {"round": 5, "module": 2, "clean": 0.0, "adversarial": 0.0, "samples": 0},
+        {"round": 6, "module": 2},
     ]
     found = best_and_last(records)
     assert found == {

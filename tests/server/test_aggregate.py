@@ -28,6 +28,12 @@ def _task(client: int, size: int = 2) -> Train:
 TASK = _task(1)
 
 
+def aggregate(aggregator, current, tasks, updates, record):
+    """Return the parameters after a round; None where too few updates can be used."""
+    usable = aggregator.usable(tasks, updates, record)
+    return aggregator.join_updates(current, usable) if usable else None
+
+
 @pytest.mark.parametrize(
     ("update", "reason"),
     [
@@ -44,6 +50,8 @@ TASK = _task(1)
         (_update(weight=1e308, w=torch.ones(2)), "its weight is 1e+308"),
         (_update(weight=2.0**54, w=torch.ones(2)), "its weight is 1.8014398509481984e+16"),
         (_update(weight=2.0**53, w=torch.ones(2)), None),
+        (_update(weight=0.5, w=torch.ones(2)), "its weight is 0.5"),
+        (_update(weight=5e-324, w=torch.ones(2)), "its weight is 5e-324"),
         (_update(loss=1e300, w=torch.ones(2)), "its loss is 1e+300"),
         (_update(loss=-1e30, w=torch.ones(2)), None),
         (_update(w=torch.tensor([1.0, 1e300], dtype=torch.float64)), "w is not finite in the model's type"),
@@ -138,16 +146,16 @@ def test_a_client_counts_for_no_more_than_the_server_can_know() -> None:
     updates = [_update(1, 1.0, w=torch.tensor([8.0, 0.0])), _update(2, 3.0, w=torch.tensor([0.0, 8.0]))]
     updates.append(_update(3, 2.0**53, w=torch.tensor([8.0, 8.0])))
     tasks = [_task(client) for client in (1, 2, 3)]
-    new = Aggregator().aggregate(TASK.parameters, tasks, updates, record := {})
+    new = aggregate(Aggregator(), TASK.parameters, tasks, updates, record := {})
     assert new["w"].tolist() == pytest.approx([8 * 4 / 7, 8 * 6 / 7])
     assert record["capped"] == {"3": 2.0**53}
-    known = Aggregator(sizes={1: 1, 2: 4, 3: 4}.get).aggregate(TASK.parameters, tasks, updates, {})
+    known = aggregate(Aggregator(sizes={1: 1, 2: 4, 3: 4}.get), TASK.parameters, tasks, updates, {})
     assert known["w"].tolist() == [8 * 5 / 8, 8 * 7 / 8]
 
 
 def test_an_update_out_of_all_proportion_is_not_used() -> None:
     updates = [_update(client, w=torch.full((2,), size)) for client, size in enumerate((1.0, 1.0, 4.0, 3e38))]
-    new = Aggregator().aggregate(TASK.parameters, [_task(client) for client in range(4)], updates, record := {})
+    new = aggregate(Aggregator(), TASK.parameters, [_task(client) for client in range(4)], updates, record := {})
     assert new["w"].tolist() == [2.0, 2.0]
     assert record["dropped"] == {"3": "its update moves parameters of size 0 by 3e+38"}
 
@@ -174,7 +182,7 @@ def test_a_round_is_joined_and_noted() -> None:
     updates = [_update(1, 1.0, 2.0, w=torch.tensor([4.0, 0.0])), _update(2, 3.0, 4.0, w=torch.tensor([0.0, 8.0]))]
     updates.append(_update(3, w=torch.tensor([1.0, float("nan")])))
     record: dict[str, object] = {"round": 1}
-    new = believing.aggregate(TASK.parameters, [_task(client) for client in (1, 2, 3)], updates, record)
+    new = aggregate(believing, TASK.parameters, [_task(client) for client in (1, 2, 3)], updates, record)
     assert new["w"].tolist() == [1.0, 6.0]
     assert list(record.items()) == [("round", 1), ("dropped", {"3": "w is not finite"}), ("loss", 3.5)]
 
@@ -182,8 +190,8 @@ def test_a_round_is_joined_and_noted() -> None:
 def test_too_few_usable_updates_change_nothing() -> None:
     update = _update(1, 1.0, 2.0, w=torch.ones(2))
     record: dict[str, object] = {}
-    assert Aggregator(minimum=2).aggregate(TASK.parameters, [TASK], [update], record) is None
+    assert aggregate(Aggregator(minimum=2), TASK.parameters, [TASK], [update], record) is None
     assert record == {"dropped": {}, "loss": 2.0, "too_few": {"usable": 1, "minimum": 2}}
     record = {}
-    assert Aggregator().aggregate(TASK.parameters, [TASK], [], record) is None
+    assert aggregate(Aggregator(), TASK.parameters, [TASK], [], record) is None
     assert record == {"dropped": {}, "loss": None}

@@ -1,6 +1,7 @@
 """Which updates and numbers are out of all proportion, by hand-computed sizes."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -44,6 +45,17 @@ def test_one_number_of_many_is_enough() -> None:
     """√(3e38² / 10,000) = 3e36. The largest difference of two float32 numbers is infinite, and too much as well."""
     assert implausible_updates([_pair(0, [0.0] * 10_000, [3e38] + [0.0] * 9_999)]).keys() == {0}
     assert implausible_updates([_pair(0, [-3e38], [3e38])]).keys() == {0}
+
+
+def test_layers_of_a_clients_own_are_compared_where_they_were_sent() -> None:
+    pairs = [_pair(client, [0.0], [1.0]) for client in range(4)]
+    sent = [
+        (task, replace(u, local={"bn.running_var": torch.full((2,), 1e6 if u.client == 2 else 1.0)}))
+        for task, u in pairs
+    ]
+    assert implausible_updates(sent) == {
+        2: "the layers of its own that it sent are 1e+06 times the median of all clients'"
+    }
 
 
 def test_clients_that_learnt_nothing_are_no_measure() -> None:

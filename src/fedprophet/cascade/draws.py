@@ -31,8 +31,18 @@ class RandomDrawError(Exception):
 @contextmanager
 def draws_refused() -> Iterator[None]:
     """Let this thread's draws from torch's and Python's generators raise RandomDrawError. NumPy's are not seen."""
-    with _NoTorchDraws(), _profiler(_refuse_python_draws):  # type: ignore[no-untyped-call]
+    drawn = False
+
+    def refuse(frame: FrameType, event: str, called: Any) -> None:
+        nonlocal drawn
+        if _draws(frame, event, called):
+            drawn = True
+            raise RandomDrawError
+
+    with _NoTorchDraws(), _profiler(refuse):  # type: ignore[no-untyped-call]
         yield
+    if drawn:  # the model has caught the error, and Python no longer calls a profiler that raised one
+        raise RandomDrawError
 
 
 class _NoTorchDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -44,10 +54,9 @@ class _NoTorchDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _refuse_python_draws(frame: FrameType, event: str, called: Any) -> None:
+def _draws(frame: FrameType, event: str, called: Any) -> bool:
     drawing = event == "c_call" and called.__name__ in DRAWING and isinstance(called.__self__, random.Random)
-    if drawing and not _importing(frame):
-        raise RandomDrawError
+    return drawing and not _importing(frame)
 
 
 def _importing(frame: FrameType | None) -> bool:

@@ -87,8 +87,9 @@ def _model_is_another(files: RunFiles, observer: Observer) -> bool:
 def _play_rounds(run: Run, keeper: "_Keeper", observer: Observer) -> MethodState:
     method, path = run.session.method, run.files.path
     engine = WatchedEngine(run.session.engine, observer.task_done)
-    keeper.forget_after(run.state, method.finished(run.state))
     state = run.state
+    if not method.finished(state):
+        keeper.forget_results()
     try:
         while not method.finished(state):
             began = time.monotonic()
@@ -119,14 +120,15 @@ class _Keeper:
         self._files, self._inputs = run.files, inputs
         self._layers, self._checkpoints = run.session.layers, checkpoints_of(run.files, run.session)
         self._saved = run.state.round
+        # First: a checkpoint without its journal could not be resumed, a journal that is too long can.
+        self._checkpoints.drop_after(self._saved)
         self.journal, self.timings = Journal(run.files.journal), timings_of(run.files)
         self.journal.truncate(self._saved, run.contents.journal if run.contents else None)
         self.timings.truncate(self._saved)
 
-    def forget_after(self, state: MethodState, finished: bool) -> None:
-        """Remove what later rounds left, which are played again; what a finished run made is made again too."""
-        self._checkpoints.drop_after(state.round)
-        for file in () if finished else (self._files.results, self._files.model):
+    def forget_results(self) -> None:
+        """Remove what a finished run made: it went back, and makes it again."""
+        for file in (self._files.results, self._files.model):
             file.unlink(missing_ok=True)
 
     def proven(self, state: MethodState) -> int | None:

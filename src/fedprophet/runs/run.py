@@ -151,6 +151,17 @@ def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[object, ...]]:
     return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
 
 
+def _without_checkpoints(files: RunFiles) -> Iterator[str]:
+    """Refuse a finished run that has lost its checkpoints; say that one begins anew which was stopped before any."""
+    if files.results.exists() or files.model.exists():
+        raise CheckpointError(
+            f"{files.checkpoints} is lost: the run in {files.path} is finished, and there is no state of it left. Put "
+            f"the folder back from a copy. {files.model.name} can still be used as it is"
+        )
+    if files.journal.exists():
+        yield f"there is no checkpoint in {files.checkpoints}: the run begins with its first round again"
+
+
 def _opened(
     path: Path,
     model: OwnModel,
@@ -164,7 +175,7 @@ def _opened(
     checkpoints = checkpoints_of(files, session)
     if not checkpoints.present() and not round:
         session.layers.expect({})
-        return Run(files, session, session.method.initial(), session.notes)
+        return Run(files, session, session.method.initial(), (*session.notes, *_without_checkpoints(files)))
     state, number, notes, known = checkpoints.load(session.method.state, round)
     _expect_fitting(state, session, f"the checkpoint of round {number} in {path}")
     more = check_folder(files, session.layers, known, to_read) if known else [NOT_CHECKED]

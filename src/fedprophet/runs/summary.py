@@ -50,7 +50,7 @@ def best_and_last(records: Iterable[Record]) -> dict[str, dict[str, Any]]:
 
     That best round is what the paper's tables report; the model that is kept is that of the last stage's own best.
     """
-    evaluated = [record for record in records if "clean" in record]
+    evaluated = [record for record in records if record.get("samples")]
     if not evaluated:
         return {}
     best = max(evaluated, key=lambda record: score(record["clean"], record["adversarial"], ROBUSTNESS_WEIGHT))

@@ -1,6 +1,6 @@
 """Aggregation (Section 6.4): which of a round's updates can be used, and how they become the next model.
 
-`Aggregator.aggregate` is all of it, top to bottom. The average itself is a rule, one file each in `server.rules`.
+`Aggregator.usable` chooses, `Aggregator.join_updates` joins, by a rule: one file each in `server.rules`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -47,13 +47,6 @@ class Aggregator:
         """Whether the rule is the paper's plain mean."""
         return self.join is partial_average
 
-    def aggregate(
-        self, current: Parameters, tasks: Sequence[Train], updates: Sequence[Trained], record: Record
-    ) -> Parameters | None:
-        """Return the parameters after a round; None where too few updates can be used."""
-        usable = self.usable(tasks, updates, record)
-        return self.join_updates(current, usable) if usable else None
-
     def join_updates(self, current: Parameters, usable: Usable) -> Parameters:
         """Return the parameters after updates that can be used."""
         return self.join(current, [(update.weight, update.parameters) for _, update in usable])
@@ -80,9 +73,10 @@ class Aggregator:
         rejected |= implausible_updates(sound)
         reject(record, rejected)
         sound = [pair for pair in sound if pair[1].client not in rejected]
-        weighed = self.believed([update for _, update in sound], record)
-        usable = [(task, update) for (task, _), update in zip(sound, weighed, strict=True)]
-        record["loss"] = self.join_numbers([(u.weight, (u.loss,)) for u in weighed])[0] if usable else None
+        weighed = {update.client: update for update in self.believed([update for _, update in sound], record)}
+        usable = [(task, weighed[task.client]) for task, _ in sound]
+        losses = [(update.weight, (update.loss,)) for _, update in usable]
+        record["loss"] = self.join_numbers(losses)[0] if losses else None
         if len(usable) >= self.minimum:
             return usable
         if self.minimum > 1:

@@ -36,7 +36,12 @@ def implausible_updates(usable: Sequence[tuple[Train, Trained]]) -> dict[int, st
         if size > MOST_MOVED and size > MOST_MOVED * (whole := _size(task.parameters)):
             reasons[update.client] = f"its update moves parameters of size {whole:.3g} by {size:.3g}"
     left = {client: size for client, size in sizes.items() if client not in reasons}
-    return {**reasons, **{client: f"its update is {text}" for client, text in outliers(left, below=False).items()}}
+    own = {update.client: _size(update.local) for _, update in usable if update.local}
+    return {
+        **{client: f"the layers of its own that it sent are {text}" for client, text in outliers(own, False).items()},
+        **{client: f"its update is {text}" for client, text in outliers(left, False).items()},
+        **reasons,
+    }
 
 
 def outliers(numbers: Mapping[int, float], below: bool = True) -> dict[int, str]:
@@ -66,4 +71,5 @@ def _size(tensors: Parameters) -> float:
 
 def _norm(tensors: Sequence[Tensor], dtype: torch.dtype) -> float:
     """Return the l2 norm of all numbers. A GPU is asked once: each answer is a wait."""
-    return float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t, dtype=dtype) for t in tensors])))
+    norms = [torch.linalg.vector_norm(tensor, dtype=dtype) for tensor in tensors]
+    return float(torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms])))

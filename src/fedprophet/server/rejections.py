@@ -31,7 +31,7 @@ def sound_answers(answers: Sequence[A], fault: Callable[[A], str | None], record
 
 def weight_fault(weight: float) -> str | None:
     """Return why a weight, the size of a client's shard, is impossible; an empty shard has the weight 0."""
-    return None if 0 <= weight <= LARGEST_COUNT else f"its weight is {weight}"
+    return None if weight == 0 or 1 <= weight <= LARGEST_COUNT else f"its weight is {weight}"
 
 
 def number_fault(name: str, number: float, least: float = -LARGEST_NUMBER) -> str | None:

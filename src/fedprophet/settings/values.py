@@ -138,6 +138,8 @@ Options = Annotated[
     AfterValidator(_check_options),
     Allowed("table", "a table of numbers, texts, true/false, lists and tables"),
 ]
-Counts = Annotated[list[Annotated[int, Field(ge=0, le=MOST)]], Allowed("list", "a list of counts, such as [120, 80]")]
+Counts = Annotated[
+    list[Annotated[int, Field(ge=1, le=MOST)]], Allowed("list", "a list of counts from 1 on, such as [120, 80]")
+]
 Names = Annotated[list[str], Allowed("list", 'a list of names, such as ["vgg11", "vgg16"]')]
 Clients = Literal["all"] | Annotated[int, Field(ge=1, le=MOST)]
