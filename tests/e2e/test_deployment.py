@@ -95,6 +95,8 @@ def in_this_process(deployment: Deployment, out: Path) -> None:
     """Play the same run here: the same clients with the same resources, and nobody in between."""
 
     class SameDevices(PlainEngine):
+        remote = True
+
         def client(self, number: int) -> Client:
             if number == SERVER:
                 return super().client(number)

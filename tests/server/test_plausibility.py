@@ -58,6 +58,13 @@ def test_layers_of_a_clients_own_are_compared_where_they_were_sent() -> None:
     }
 
 
+def test_numbers_of_any_type_have_a_size() -> None:
+    pairs = [_pair(client, [0.0], [1.0]) for client in range(4)]
+    types = (torch.float64, torch.bfloat16, torch.float16, torch.float32)
+    sent = [(t, replace(u, parameters={"w": torch.ones(1, dtype=d)})) for (t, u), d in zip(pairs, types, strict=True)]
+    assert implausible_updates(sent) == {}
+
+
 def test_clients_that_learnt_nothing_are_no_measure() -> None:
     assert implausible_updates([_pair(client, [1.0], [1.0 + client // 4]) for client in range(5)]) == {}
     assert implausible_updates([]) == {}

@@ -71,5 +71,7 @@ def _size(tensors: Parameters) -> float:
 
 def _norm(tensors: Sequence[Tensor], dtype: torch.dtype) -> float:
     """Return the l2 norm of all numbers. A GPU is asked once: each answer is a wait."""
-    norms = [torch.linalg.vector_norm(tensor, dtype=dtype) for tensor in tensors]
+    norms = [
+        torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, dtype)).double() for tensor in tensors
+    ]
     return float(torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms])))
