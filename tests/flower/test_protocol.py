@@ -43,10 +43,11 @@ from fedprophet.messages.answers import (
     Evaluated,
     Measured,
     Predicted,
+    Refreshed,
     Reported,
     Trained,
 )
-from fedprophet.messages.tasks import TASKS, Adopt, Distill, Evaluate, Measure, Predict, Report, Task, Train
+from fedprophet.messages.tasks import TASKS, Adopt, Distill, Evaluate, Measure, Predict, Refresh, Report, Task, Train
 from fedprophet.messages.values import FrozenModule, LocalTraining, Resources, Timeline
 from fedprophet.storage.files import tensors_to_bytes
 from fedprophet.threat import ThreatModel
@@ -98,6 +99,7 @@ EVERY_TASK = (
     Adopt(**COMMON, parameters=TENSORS),
     Evaluate(**COMMON, **PART, **SUBNETWORK, threat=THREAT, attack="autoattack", samples=0, part=(0, 100)),
     Measure(**COMMON, **PART, threat=THREAT),
+    Refresh(**COMMON, **PART, threat=THREAT, calibration=0.5, layer="bn.0", keeps=True),
     Predict(**COMMON, **PART),
     Distill(**COMMON, **PART, training=TRAINING, targets={"weights": torch.tensor([0.25])}),
     Report(round=0, client=-1, seed=0),
@@ -112,6 +114,7 @@ EVERY_ANSWER = (
     Adopted(**FROM),
     Evaluated(**FROM, samples=9, clean=8, adversarial=7, broken={"z": 1, "a": 0}),
     Measured(**FROM, samples=3, magnitude=5e-324),
+    Refreshed(**FROM, samples=3, statistics=LOCAL),
     Predicted(**FROM, logits=torch.ones(2, 3)),
     Distilled(**FROM, loss=-INF, parameters=TENSORS),
     Reported(round=0, client=-1, weight=3),  # an integer in a float's place stays one: it is journalled

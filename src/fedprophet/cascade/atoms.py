@@ -260,7 +260,7 @@ def _chain(model: nn.Module, atoms: Sequence[Atom], used: Sequence[Set[int]], no
         body = Body(normalize, normalize, (normalize,), writes_input=False)
         parts.insert(0, Atom("normalize", (), UNBOUNDED, body, model.training))
         used.insert(0, frozenset())
-    statistics = _statistics_names(model)
+    layers = statistics_layers(model)
     shared: list[list[str]] = [[] for _ in parts]
     local: list[list[str]] = [[] for _ in parts]
     for name, tensor in _state(model).items():
@@ -269,7 +269,7 @@ def _chain(model: nn.Module, atoms: Sequence[Atom], used: Sequence[Set[int]], no
             users = " and ".join(repr(parts[number].name) for number in owners)
             raise ModelError(f"tensor {name!r} is used by atoms {users}: put them into one part of the explicit chain")
         owner = owners[0] if owners else len(parts) - 1
-        is_shared = isinstance(tensor, nn.Parameter) and name not in statistics
+        is_shared = isinstance(tensor, nn.Parameter) and name.rpartition(".")[0] not in layers
         (shared if is_shared else local)[owner].append(name)
     counts = Counter(module for atom in parts for module in atom.modules())
     for atom in parts:
@@ -289,14 +289,10 @@ def _places_of(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, tuple
     return {name: found[id(tensor)] for name, tensor in state.items()} if known else {}
 
 
-def _statistics_names(model: nn.Module) -> set[str]:
-    """Return the names of everything in norm layers that keep statistics, however they are written."""
-    names = set()
-    for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(getattr(module, "running_mean", None), Tensor):
-            own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-            names |= {f"{name}.{inner}" if name else inner for inner, _ in own}
-    return names
+def statistics_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the norm layers that keep statistics, however they are written, by their names."""
+    named = model.named_modules(remove_duplicate=False)
+    return {name: module for name, module in named if isinstance(getattr(module, "running_mean", None), Tensor)}
 
 
 def _check_same_atoms(model: nn.Module, train: Sequence[Part], evaluate: Sequence[Part]) -> None:

@@ -10,17 +10,19 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor
 
 from fedprophet.cascade.narrow import slice_state
+from fedprophet.cascade.norms import statistics_names
 from fedprophet.client.measure import evaluated_positions
-from fedprophet.client.statistics import ADVERSARIAL, statistics_names
+from fedprophet.client.statistics import ADVERSARIAL
 from fedprophet.client.subnetwork import NarrowLayers
 from fedprophet.client.workspace import LocalLayers, Workspace
 from fedprophet.data.dataset import ClientData
-from fedprophet.messages.answers import Evaluated, Measured, Trained
+from fedprophet.messages.answers import Evaluated, Measured, Refreshed, Trained
 from fedprophet.messages.modules import digest
-from fedprophet.messages.tasks import Evaluate, Measure, ModelTask, Task, Train
+from fedprophet.messages.tasks import Evaluate, Measure, ModelTask, Refresh, Task, Train
 from fedprophet.messages.values import Resources
 
 T_co = TypeVar("T_co", bound=Task, covariant=True)
@@ -63,7 +65,10 @@ class Job(Generic[T_co]):
     def layers(self) -> LocalLayers:
         """Where the client's own layers are stored; a sub-network sees its channels of them."""
         full, kept = self.workspace.layers, self.kept_channels
-        return NarrowLayers(full, self.workspace.channels, kept, self.workspace.initial) if kept else full
+        if not kept:
+            return full
+        starting = {**self.workspace.initial, **(self.task.starting if isinstance(self.task, ModelTask) else {})}
+        return NarrowLayers(full, self.workspace.channels, kept, starting)
 
     @cached_property
     def own(self) -> Mapping[str, Tensor]:
@@ -72,13 +77,21 @@ class Job(Generic[T_co]):
         return self.layers.get(task.architecture, task.client, task.timeline, task.layers_before) or {}
 
     @cached_property
+    def known(self: "Job[ModelTask]") -> Mapping[str, Tensor]:
+        """The client's own layers, and those that the server sent for a client that has none."""
+        sliced = (
+            slice_state(self.workspace.channels, self.kept_channels, self.task.starting) if self.kept_channels else {}
+        )
+        return {**(sliced or self.task.starting), **self.own}
+
+    @cached_property
     def local(self: "Job[ModelTask]") -> Mapping[str, Tensor]:
-        """The own layers of every atom up to the task's last one, initial ones where the client has none yet."""
+        """The own layers of every atom up to the task's last one; where it has none yet, those that it starts with."""
         names = self.workspace.chain.local(0, self.task.last)
-        initial = {name: self.workspace.initial[name] for name in names if name not in self.own}
+        initial = {name: self.workspace.initial[name] for name in names if name not in self.known}
         if self.kept_channels:
             initial = slice_state(self.workspace.channels, self.kept_channels, initial)
-        return {name: initial[name] if name in initial else self.own[name] for name in names}
+        return {name: initial[name] if name in initial else self.known[name] for name in names}
 
     @cached_property
     def tensors(self: "Job[ModelTask]") -> Mapping[str, Tensor]:
@@ -90,14 +103,26 @@ class Job(Generic[T_co]):
             return clean
         # A client that has no adversarial statistics yet begins with its clean ones.
         names = [name for name in statistics_names(self.workspace.chain) if name in clean]
-        return clean | {ADVERSARIAL + name: self.own.get(ADVERSARIAL + name, clean[name]) for name in names}
+        return clean | {ADVERSARIAL + name: self.known.get(ADVERSARIAL + name, clean[name]) for name in names}
 
     @cached_property
     def features_key(self: "Job[ModelTask]") -> Hashable:
         """What cached features depend on: the client, the frozen modules, and its own layers in them."""
         before = self.workspace.chain.local(0, self.task.first)
-        version = digest({name: self.own[name] for name in before if name in self.own})
+        version = digest({name: self.known[name] for name in before if name in self.known})
         return self.task.client, tuple(module.digest for module in self.task.frozen), version
+
+    @cached_property
+    def prior(self: "Job[Train | Evaluate | Refresh]") -> Tensor | None:
+        """The logarithm of the client's label frequencies in its training samples; None where nothing is calibrated.
+
+        Every label counts as if there were some more samples of it, so that one never seen stays possible.
+        """
+        if not self.task.calibration:
+            return None
+        labels = self.client.data.train.labels
+        counts = torch.bincount(labels, minlength=self.workspace.classes).double() + self.task.calibration
+        return (counts / counts.sum()).log().float()
 
     @cached_property
     def held_out(self: "Job[Evaluate]") -> Tensor:
@@ -134,13 +159,20 @@ class Job(Generic[T_co]):
             loss=loss,
             samples=len(self.client.data.train),
             parameters=parameters,
-            local={**self.own, **local} if self.task.wants_local else {},
+            local=local if self.task.wants_local else {},
         )
 
     def evaluated(self: "Job[Evaluate]", clean: int, adversarial: int, broken: Mapping[str, int]) -> Evaluated:
         """Return how many samples were right, and how many each component of the attack broke."""
         samples = len(self.held_out)
         return Evaluated(**self.header, samples=samples, clean=clean, adversarial=adversarial, broken=broken)
+
+    def refreshed(self: "Job[Refresh]", statistics: Mapping[str, Tensor]) -> Refreshed:
+        """Return statistics that were measured anew, weighted by the samples; store them where the task says so."""
+        samples = len(self.client.data.train)
+        if self.task.keeps and samples and all(bool(torch.isfinite(value).all()) for value in statistics.values()):
+            self.store(statistics)
+        return Refreshed(**{**self.header, "weight": float(samples)}, samples=samples, statistics=statistics)
 
     def measured(self: "Job[Measure]", magnitude: float) -> Measured:
         """Return how far the attack moved the feature, weighted by the samples it was measured on."""

@@ -1,6 +1,7 @@
 """The part of a chain that one task is about: some atoms in a row and the exit behind them."""
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -9,17 +10,23 @@ from torch import Tensor, nn
 
 from fedprophet.cascade.atoms import Chain
 from fedprophet.cascade.heads import Head
+from fedprophet.cascade.norms import norm_modules
+from fedprophet.cascade.trace import flags
 from fedprophet.data.dataset import LocalExamples
 
 
 @dataclass(frozen=True)
 class ModelPart:
-    """Atoms `first` … `last` − 1 and an exit: an auxiliary head, or None for the backbone's own classifier."""
+    """Atoms `first` … `last` − 1 and an exit: an auxiliary head, or None for the backbone's own classifier.
+
+    `prior` is what a client adds to class scores: the logarithm of its label frequencies, where they are calibrated.
+    """
 
     chain: Chain
     first: int
     last: int
     head: Head | None
+    prior: Tensor | None = None
 
     def features(self, x: Tensor) -> Tensor:
         """Return z_m, what the last atom outputs."""
@@ -27,19 +34,24 @@ class ModelPart:
 
     def logits(self, x: Tensor) -> Tensor:
         """Return the exit's class scores."""
-        features = self.features(x)
-        return features if self.head is None else self.head(features)
+        return self._scores(self.features(x))
 
     def losses(self, x: Tensor, labels: Tensor, strong_convexity: float) -> Tensor:
         """Return each sample's regularised early-exit loss (Eq. 9; Eq. 13 when several modules are assigned).
 
         l = CE(W z + b, y) + mu/2 · ‖z‖². The backbone's own classifier ends the last module, which has no mu term.
+        With a prior π it is CE(W z + b + log π, y): the scores are then those of balanced labels (Menon et al., 2021;
+        Chen et al., CalFAT, 2022).
         """
         features = self.features(x)
+        task_loss = F.cross_entropy(self._scores(features), labels, reduction="none")
         if self.head is None:
-            return F.cross_entropy(features, labels, reduction="none")
-        task_loss = F.cross_entropy(self.head(features), labels, reduction="none")
+            return task_loss
         return task_loss + 0.5 * strong_convexity * features.flatten(1).square().sum(dim=1)
+
+    def _scores(self, features: Tensor) -> Tensor:
+        scores: Tensor = features if self.head is None else self.head(features)
+        return scores if self.prior is None else scores + self.prior
 
     def run_over(self, examples: LocalExamples, batch: int) -> Tensor:
         """Return z_m of every sample, in evaluation mode, `batch` samples at a time."""
@@ -49,14 +61,27 @@ class ModelPart:
 
     def parameters(self) -> list[nn.Parameter]:
         """Return what training changes: the atoms' parameters, norm layers included, and the head's."""
-        names = (*self.chain.shared(self.first, self.last), *self.chain.local(self.first, self.last))
-        tensors = self.chain.tensors
-        own = [parameter for name in names if isinstance(parameter := tensors[name], nn.Parameter)]
+        own = self._parameters((*self.chain.shared(self.first, self.last), *self.chain.local(self.first, self.last)))
         return own if self.head is None else [*own, *self.head.parameters()]
+
+    def shared_parameters(self) -> list[nn.Parameter]:
+        """Return what of it goes back to the server."""
+        own = self._parameters(self.chain.shared(self.first, self.last))
+        return own if self.head is None else [*own, *self.head.parameters()]
+
+    def _parameters(self, names: Iterable[str]) -> list[nn.Parameter]:
+        tensors = self.chain.tensors
+        return [parameter for name in names if isinstance(parameter := tensors[name], nn.Parameter)]
 
     def mode(self, training: bool) -> AbstractContextManager[None]:
         """Set the atoms to training or evaluation mode within a `with` block; the flags found come back after it."""
         return self.chain.mode(self.first, self.last, training)
+
+    @contextmanager
+    def fixed_statistics(self, fixed: bool = True) -> Iterator[None]:
+        """Let norm layers normalise with the statistics they have, within a `with` block and a mode."""
+        with flags(norm_modules(self.chain, self.first, self.last).values() if fixed else (), training=False):
+            yield
 
     def still(self) -> AbstractContextManager[None]:
         """Set evaluation mode within a `with` block in which nothing is trained: for attacks and evaluation."""

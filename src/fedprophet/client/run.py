@@ -4,6 +4,7 @@ A new kind of task registers its handler here.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import singledispatch
 
 import torch
@@ -14,12 +15,34 @@ from fedprophet.client.distill import distill
 from fedprophet.client.job import Client, Job
 from fedprophet.client.measure import evaluate, perturbation_magnitude
 from fedprophet.client.part import ModelPart
+from fedprophet.client.refresh import fresh_statistics
 from fedprophet.client.statistics import TwoSets
 from fedprophet.client.subnetwork import narrowed
 from fedprophet.client.trainer import train
 from fedprophet.client.workspace import Workspace
-from fedprophet.messages.answers import Adopted, Answer, Distilled, Evaluated, Measured, Predicted, Reported, Trained
-from fedprophet.messages.tasks import Adopt, Distill, Evaluate, Measure, ModelTask, Predict, Report, Task, Train
+from fedprophet.messages.answers import (
+    Adopted,
+    Answer,
+    Distilled,
+    Evaluated,
+    Measured,
+    Predicted,
+    Refreshed,
+    Reported,
+    Trained,
+)
+from fedprophet.messages.tasks import (
+    Adopt,
+    Distill,
+    Evaluate,
+    Measure,
+    ModelTask,
+    Predict,
+    Refresh,
+    Report,
+    Task,
+    Train,
+)
 from fedprophet.randomness import global_rng
 
 __all__ = ["Client", "run_client"]
@@ -53,8 +76,8 @@ def _train(task: Train, job: Job[Train]) -> Trained:
     workspace = _loaded(job)
     chain = workspace.chain
     inputs, labels = _inputs(job, workspace), job.client.data.train.labels.to(workspace.device)
-    part = _part(task, workspace, task.first, inputs[:1])
-    sets = TwoSets(chain, job.own) if job.two_statistics else None
+    part = _part(job, workspace, task.first, inputs[:1])
+    sets = TwoSets(chain, job.known) if job.two_statistics else None
     loss = train(task, part, inputs, labels, sets.observe if sets else None)
     trained = workspace.values(chain.shared(task.first, task.last))
     if part.head is not None:
@@ -69,12 +92,12 @@ def _evaluate(task: Evaluate, job: Job[Evaluate]) -> Evaluated:
     if not len(job.held_out):
         return job.evaluated(0, 0, {})
     workspace = _loaded(job)
-    whole = _part(task, workspace, 0, examples.fetch(torch.arange(1)))
+    whole = _part(job, workspace, 0, examples.fetch(torch.arange(1)))
     if not job.two_statistics:
         return job.evaluated(*evaluate(task, whole, examples))
     # Clean images keep the clean statistics; attacked images are evaluated with the adversarial ones.
     clean, _, _ = evaluate(task, whole, examples, attacked=False)
-    TwoSets(workspace.chain, job.own)
+    TwoSets(workspace.chain, job.known)
     return job.evaluated(clean, *evaluate(task, whole, examples)[1:])
 
 
@@ -83,6 +106,16 @@ def _measure(task: Measure, job: Job[Measure]) -> Measured:
     workspace = _loaded(job)
     part = workspace.part(task.first, task.last)
     return job.measured(perturbation_magnitude(task, part, _inputs(job, workspace)))
+
+
+@_run.register
+def _refresh(task: Refresh, job: Job[Refresh]) -> Refreshed:
+    examples = job.client.data.train
+    if not len(examples):
+        return job.refreshed({})
+    workspace = _loaded(job)
+    whole = _part(job, workspace, 0, examples.fetch(torch.arange(1)))
+    return job.refreshed(fresh_statistics(task, whole, examples))
 
 
 @_run.register
@@ -116,16 +149,17 @@ def _inputs(job: Job[ModelTask], workspace: Workspace) -> Tensor:
     return prefix.take(workspace.features.get(job.features_key, lambda: prefix.run_over(examples, job.task.batch)))
 
 
-def _part(task: ModelTask, workspace: Workspace, first: int, probe: Tensor) -> ModelPart:
+def _part(job: Job[Train] | Job[Evaluate] | Job[Refresh], workspace: Workspace, first: int, probe: Tensor) -> ModelPart:
     """Return the part from atom `first` to the task's exit; `probe` is one sample, which gives the head its shape."""
-    body = workspace.part(first, task.last)
+    task = job.task
+    body = workspace.part(first, task.last, prior=job.prior)
     if task.head is None:
         return body
     with torch.no_grad(), body.mode(training=False):
         head = build_head(tuple(body.features(body.take(probe)).shape[1:]), workspace.classes).to(workspace.device)
         for name, parameter in head.named_parameters():
             parameter.copy_(task.parameters[f"heads.{task.head}.{name}"])
-    return workspace.part(first, task.last, head)
+    return replace(body, head=head)
 
 
 def _finite(tensors: Mapping[str, Tensor]) -> bool:

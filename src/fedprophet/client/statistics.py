@@ -6,18 +6,11 @@ import torch
 from torch import Tensor
 
 from fedprophet.cascade.atoms import Chain
+from fedprophet.cascade.norms import COUNTER, STATISTICS, statistics_names
 from fedprophet.client.part import ModelPart
 
 ADVERSARIAL = "adversarial."
 """A client keeps its adversarial statistics beside the others, under names that begin with this."""
-_STATISTICS = ("running_mean", "running_var")
-_COUNTER = "num_batches_tracked"
-"""How many batches the statistics have seen, by which a norm layer without a momentum weighs the next one."""
-
-
-def statistics_names(chain: Chain) -> tuple[str, ...]:
-    """Return the names of the statistics that norm layers keep: running means and variances."""
-    return _named(chain, _STATISTICS)
 
 
 def under_attack(own: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -35,7 +28,7 @@ class TwoSets:
     def __init__(self, chain: Chain, own: Mapping[str, Tensor]) -> None:
         """Take the clean statistics that are loaded into the chain aside, and load the adversarial ones."""
         self._chain = chain
-        self._names = _named(chain, (*_STATISTICS, _COUNTER))
+        self._names = statistics_names(chain, (*STATISTICS, COUNTER))
         self._aside = self._live()
         chain.load({name: own[ADVERSARIAL + name] for name in self._names if ADVERSARIAL + name in own})
 
@@ -60,7 +53,3 @@ class TwoSets:
     def _live(self) -> dict[str, Tensor]:
         tensors = self._chain.tensors
         return {name: tensors[name].detach().clone() for name in self._names}
-
-
-def _named(chain: Chain, endings: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(name for name in chain.local() if name.rpartition(".")[2] in endings)

@@ -43,7 +43,7 @@ def train(
         x = perturb(task, part, inputs[batch], labels[batch], iteration)
         # A batch of one sample has no batch statistics: its norm layers stay in evaluation mode.
         seed_global(key(task.seed, "dropout", task.round, task.client, iteration))
-        with part.mode(training=len(batch) > 1):
+        with part.mode(training=len(batch) > 1), part.fixed_statistics(task.training.fixed_statistics):
             return part.losses(x, labels[batch], strong_convexity).mean()
 
     return descend(task, part, len(labels), loss_of)
@@ -56,7 +56,8 @@ def descend(task: Train | Distill, part: ModelPart, samples: int, loss_of: Calla
     """
     hyper = task.training
     heads = part.head.parameters() if part.head is not None and hyper.summed_heads else ()
-    step = _Descent(part.parameters(), hyper, summed=heads)
+    anchored = part.shared_parameters() if hyper.proximal else ()
+    step = _Descent(part.parameters(), hyper, summed=heads, anchored=anchored)
     total = 0.0
     for iteration, batch in enumerate(batches(samples, hyper.batch, hyper.iterations, task)):
         loss = loss_of(iteration, batch)
@@ -75,10 +76,21 @@ class _Descent:
     That takes as long as the step itself where layers are narrow, and loads torch's compiler.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], hyper: LocalTraining, summed: Iterable[Tensor] = ()) -> None:
-        """Take over some parameters; the gradients of those that are `summed` are never forgotten."""
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        hyper: LocalTraining,
+        summed: Iterable[Tensor] = (),
+        anchored: Iterable[Tensor] = (),
+    ) -> None:
+        """Take over some parameters.
+
+        The gradients of those that are `summed` are never forgotten; those that are `anchored` are drawn back to where
+        they are now, by the gradient μ (w − w₀) (FedProx; Li et al., 2020).
+        """
         self._parameters = parameters
         self._hyper = hyper
+        self._anchors = {id(parameter): parameter.detach().clone() for parameter in anchored}
         self._momenta: dict[int, Tensor] = {}
         self._fresh = parameters
         self._forget()
@@ -95,6 +107,8 @@ class _Descent:
                 continue
             if hyper.weight_decay:
                 gradient = gradient.add(parameter, alpha=hyper.weight_decay)
+            if id(parameter) in self._anchors:
+                gradient = gradient.add(parameter - self._anchors[id(parameter)], alpha=hyper.proximal)
             if hyper.momentum:
                 before = self._momenta.get(number)
                 if before is not None:

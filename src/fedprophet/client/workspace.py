@@ -65,9 +65,9 @@ class Workspace:
         """Run tasks by a plan from now on."""
         self.plan, self._planned = plan, plan(self.chain)
 
-    def part(self, first: int, last: int, head: Head | None = None) -> ModelPart:
-        """Return the part of the chain that a task runs."""
-        return ModelPart(self._planned, first, last, head)
+    def part(self, first: int, last: int, head: Head | None = None, prior: Tensor | None = None) -> ModelPart:
+        """Return the part of the chain that a task runs; `prior` is what the client adds to class scores."""
+        return ModelPart(self._planned, first, last, head, None if prior is None else prior.to(self.device))
 
     @property
     def device(self) -> torch.device:

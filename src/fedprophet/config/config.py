@@ -20,6 +20,7 @@ from fedprophet.config.sections import (
     ConvergenceSettings,
     EvaluateSettings,
     MemorySettings,
+    NormSettings,
     PopulationSettings,
     TrainSettings,
 )
@@ -60,6 +61,7 @@ class Config(Section):
     fleet: FleetSettings = FleetSettings()
     memory: MemorySettings = MemorySettings()
     train: TrainSettings = TrainSettings()
+    norm: NormSettings = NormSettings()
     attack: AttackSettings = AttackSettings()
     convergence: ConvergenceSettings = ConvergenceSettings()
     evaluate: EvaluateSettings = EvaluateSettings()
@@ -103,6 +105,11 @@ class Config(Section):
     def warmup_rounds(self) -> int:
         """Rounds of standard training that start a stage."""
         return share_of(self.train.warmup, self.rounds)
+
+    @property
+    def frozen_after_rounds(self) -> int:
+        """Rounds of a stage after which norm statistics are fixed, where they are."""
+        return share_of(self.norm.frozen_after, self.rounds)
 
     @property
     def gate_rounds(self) -> int:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from fedprophet.cascade.norms import NormLayers
 from fedprophet.server.rules import RULES
 from fedprophet.settings.describe import misfit
 from fedprophet.settings.section import Section
@@ -63,6 +64,23 @@ class TrainSettings(Section):
         default="20%", description="Rounds of standard training that start a stage (100 of 500 in the paper)."
     )
     strong_convexity: float = Field(default=1e-5, ge=0, description="Weight of the strong-convexity term (mu).")
+    calibration: Literal["none", "labels"] = Field(
+        default="none",
+        description="What a client adds to its class scores, in training, in attacks and in its own predictions: "
+        "nothing, or the logarithm of its label frequencies (CalFAT), which "
+        "stay with it. The exported model adds nothing.",
+    )
+    smoothing: float = Field(
+        default=1.0,
+        gt=0,
+        description="Calibration: samples of each label that a client counts beside its own, so that a label it has "
+        "never seen stays possible.",
+    )
+    proximal: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight of the squared distance to the parameters a client was sent (FedProx's μ).",
+    )
 
     @property
     def copies(self) -> int:
@@ -72,6 +90,50 @@ class TrainSettings(Section):
     def conflicts(self, config: Any) -> Iterator[str]:
         if config.warmup_rounds >= config.rounds:
             yield misfit("train.warmup", self.warmup, f"fewer than rounds = {config.rounds}")
+
+
+class NormSettings(Section):
+    """Norm layers that keep statistics, such as batch norms."""
+
+    layers: NormLayers = Field(
+        default="local",
+        description='Where they live: "local", with each client (the paper, FedBN); "shared", averaged like everything '
+        'else, variances pooled; "statistics-local", only the affine part is averaged; "frozen", shared, and the '
+        "statistics are fixed after a part of each stage.",
+    )
+    frozen_after: Rounds = Field(
+        default="50%", description='Rounds of a stage after which the statistics are fixed, with layers = "frozen".'
+    )
+    newcomers: Literal["initial", "average"] = Field(
+        default="initial",
+        description="What a client that has no layers of its own yet begins with: those of the untrained model (as in "
+        "the paper's runs), or the average of the clients that trained last, whose layers are then sent to the server.",
+    )
+    refresh: Literal["none", "clean", "attacked"] = Field(
+        default="none",
+        description="Whether clients measure the statistics anew when the run ends, on clean or attacked images; they "
+        "are pooled into those of the exported model.",
+    )
+    refresh_after: Literal["run", "stage"] = Field(
+        default="run", description="When that is done: at the end of the run, or also after each stage of fedprophet."
+    )
+    refresh_layers: Literal["together", "in-turn"] = Field(
+        default="together",
+        description="Whether one pass measures all layers, each behind layers that normalise by their batch, or a pass "
+        "for each layer measures it behind those already renewed.",
+    )
+    refresh_clients: Clients = Field(default="all", description="Clients that measure.")
+
+    @property
+    def shares_statistics(self) -> bool:
+        """Whether the server has the statistics."""
+        return self.layers in ("shared", "frozen")
+
+    def conflicts(self, config: Any) -> Iterator[str]:
+        yield from too_many_clients("norm.refresh_clients", self.refresh_clients, config)
+        if self.refresh_after == "stage" and not self.shares_statistics:
+            text = 'norm.layers = "shared" or "frozen", or clients have statistics of their own in frozen modules'
+            yield misfit("norm.refresh_after", self.refresh_after, f'"run", or used with {text}')
 
 
 class AttackSettings(Section):

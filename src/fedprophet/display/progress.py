@@ -29,6 +29,7 @@ WORK_NAMES: Mapping[str, str] = {
     "predict": "predicting the public set",
     "distill": "distilling",
     "adopt": "passing statistics on",
+    "refresh": "measuring norm statistics",
 }
 """What a kind of task is called; a kind that is not here is called by its own name."""
 SHOWN = 8
@@ -75,6 +76,8 @@ class _RunProgress:
 
 def _facts(record: Record, session: Session) -> dict[str, str]:
     """Return what a person wants to know of a round, in the order it is shown."""
+    if "refresh" in record:
+        return {"round": str(record["round"]), "norm statistics": f"measured anew on {record['refresh']} images"}
     facts = {"round": f"{record['round']}/{session.config.rounds}"}
     if "module" in record:
         facts = {"round": str(record["round"]), "module": f"{record['module']}/{len(session.world.modules)}"}

@@ -31,14 +31,15 @@ FLOATS = 6
 """How many copies of the inputs lie in memory in float32: clean, perturbed, drawn, and in transfer."""
 
 _TASK = {"round", "client", "seed", "number", "architecture", "timeline"}
-_MODEL = _TASK | {"first", "last", "head", "frozen", "batch", "parameters"}
-_VARIANT = {"threat", "adversarial_statistics", "kept_channels"}
+_MODEL = _TASK | {"first", "last", "head", "frozen", "batch", "parameters", "starting"}
+_VARIANT = {"threat", "adversarial_statistics", "kept_channels", "calibration"}
 KNOWN_FIELDS: Mapping[type, frozenset[str]] = {
     Train: frozenset(_MODEL | _VARIANT | {"training", "wants_local"}),
     Evaluate: frozenset(_MODEL | _VARIANT | {"attack", "samples", "part"}),
     Measure: frozenset(_MODEL | {"threat"}),
     LocalTraining: frozenset(
         {"iterations", "batch", "learning_rate", "momentum", "weight_decay", "strong_convexity", "summed_heads"}
+        | {"fixed_statistics", "proximal"}
     ),
     ThreatModel: frozenset({"norm", "radius", "step", "steps", "bounds"}),
     Timeline: frozenset({"discarded", "floor"}),
@@ -122,7 +123,7 @@ class Fusing:
         exit_ = (task.last, task.head) if same_exit else None
         frozen = tuple(module.digest for module in task.frozen)
         what = task.kind, task.architecture, task.first, frozen, exit_, bool(job.kept_channels), job.two_statistics
-        return *what, job.samples, task.training if isinstance(task, Train) else None, job.threat
+        return *what, job.is_calibrated, job.samples, task.training if isinstance(task, Train) else None, job.threat
 
     def stacks(self, group: Sequence[StackJob[ModelTask]]) -> Iterator[Sequence[StackJob[ModelTask]]]:
         """Yield the jobs of a group in the stacks that they are run as."""

@@ -7,8 +7,10 @@ from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
+from fedprophet.cascade.norms import COUNTER
 from fedprophet.client.job import Job
 from fedprophet.client.statistics import ADVERSARIAL
+from fedprophet.fast.layout import STATISTICS
 from fedprophet.fast.narrow import WHOLE, Factors, cut_out, factors_of
 from fedprophet.messages.tasks import Evaluate, Measure, ModelTask, Train
 from fedprophet.randomness import key
@@ -63,6 +65,20 @@ class StackJob(Job[M_co]):
         start = task.part[0] if isinstance(task, Evaluate) and task.part else 0
         return key(task.seed, f"fast {task.kind}", task.round, task.client, start)
 
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether the client's label frequencies are added to class scores."""
+        return isinstance(self.task, Train | Evaluate) and self.task.calibration > 0
+
+    @property
+    def anchored(self: "StackJob[Train]") -> tuple[str, ...]:
+        """The parameters that a proximal term draws back to where they started."""
+        if not self.task.training.proximal:
+            return ()
+        shared = self.workspace.chain.shared(self.task.first, self.task.last)
+        heads = (name for name in self.task.parameters if name.startswith("heads."))
+        return tuple(name for name in (*shared, *heads) if not name.endswith(STATISTICS))
+
     @cached_property
     def factors(self) -> Factors:
         """By how much its tensors are multiplied in a stack."""
@@ -77,11 +93,14 @@ class StackJob(Job[M_co]):
         names = set(self._local_names)
         return {name: value for name, value in tensors.items() if name.removeprefix(ADVERSARIAL) in names}
 
-    def counters(self, steps: int) -> dict[str, Tensor]:
+    def counters(self: "StackJob[Train]") -> dict[str, Tensor]:
         """Return the norm layers' counts of batches after training. Stacks do not count, since nothing reads them."""
-        clean = {name: self.local[name] for name in self._local_names if name.endswith("num_batches_tracked")}
-        both = {ADVERSARIAL + name: self.own.get(ADVERSARIAL + name, value) for name, value in clean.items()}
+        chain, training = self.workspace.chain, self.task.training
+        names = (*self._local_names, *chain.shared(self.task.first, self.task.last))
+        clean = {name: self.tensors[name] for name in names if name.endswith(COUNTER)}
+        both = {ADVERSARIAL + name: self.known.get(ADVERSARIAL + name, value) for name, value in clean.items()}
         counts = {**clean, **both} if self.two_statistics else clean
+        steps = 0 if training.fixed_statistics else training.iterations
         return {name: value + steps for name, value in counts.items()}
 
     @cached_property

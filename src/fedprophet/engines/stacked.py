@@ -109,27 +109,33 @@ class StackedEngine:
         hyper, threat = replace(training, learning_rate=0.0), _constant(first.threat)
         # A plan knows which parameters have factors, not their values, so that it serves the next round as well.
         scaled = scalable(first.workspace.channels, ladder) if first.kept_channels else ()
-        kind = ladder, self._backend, first.samples, hyper, threat, scaled, first.two_statistics
+        anchored = tuple(name for job in jobs[:1] for name in job.anchored if name in ladder.spans)
+        flags = first.two_statistics, first.is_calibrated
+        kind = ladder, self._backend, first.samples, hyper, threat, scaled, *flags, anchored
         plan = self._plan(kind, lambda: TrainingPlan(*kind))
         data = list(zip(self._read(jobs), map(self._inputs.labels, jobs), strict=True))
-        plan.load(self._parameters(jobs), data, training, first.threat, [job.factors for job in jobs])
+        prior = self._prior(jobs)
+        plan.load(self._parameters(jobs), data, training, first.threat, [job.factors for job in jobs], prior)
         plan.run(self._schedule(jobs), [job.seed for job in jobs])
         stacks, losses, sound = plan.results()
         trained = [job.cut_out(tensors) for job, tensors in zip(jobs, stacks, strict=True)]
         layers = to_host([job.local_of(tensors) for job, tensors in zip(jobs, trained, strict=True)])
         for job, tensors, own, loss, finite in zip(jobs, trained, layers, losses, sound, strict=True):
-            shared = {name: value for name, value in tensors.items() if name not in own}
-            yield job.trained(loss, shared, {**own, **job.counters(training.iterations)}, finite)
+            everything = {**tensors, **job.counters()}
+            counted = {**own, **job.local_of(job.counters())}
+            shared = {name: value for name, value in everything.items() if name not in counted}
+            yield job.trained(loss, shared, counted, finite)
 
     def _evaluate(self, jobs: Sequence[StackJob[Evaluate]]) -> Iterator[Answer]:
         images, labels = zip(*map(self._inputs.held_out, jobs), strict=True)
         parameters, threat = self._parameters(jobs), jobs[0].threat
-        evaluation = self._evaluation(jobs, parameters, images, labels, threat)
+        prior = self._prior(jobs)
+        evaluation = self._evaluation(jobs, parameters, images, labels, threat, prior)
         clean = evaluation.clean()
         if jobs[0].two_statistics and threat is not None:
             # Clean images keep the clean statistics; attacked images are evaluated with the adversarial ones.
             attacked = [under_attack(own) for own in parameters]
-            evaluation = self._evaluation(jobs, attacked, images, labels, threat)
+            evaluation = self._evaluation(jobs, attacked, images, labels, threat, prior)
         adversarial = torch.zeros_like(clean) if threat is None else evaluation.adversarial()
         counts = torch.stack([clean, adversarial], dim=1)
         return _later(jobs, counts, lambda job, row: job.evaluated(int(row[0]), int(row[1]), {}))
@@ -156,11 +162,18 @@ class StackedEngine:
         inputs: Sequence[Tensor],
         labels: Sequence[Tensor],
         threat: ThreatModel | None,
+        prior: Tensor | None = None,
     ) -> StackEvaluation:
         """Return the computation of a stack that does not train."""
         folded = self._folded(self._fusing.ladder(jobs), parameters)
+        folded.prior = prior
         together = torch.stack(tuple(inputs)).float(), torch.stack(tuple(labels))
         return StackEvaluation(folded, *together, threat, [job.seed for job in jobs])
+
+    def _prior(self, jobs: Sequence[StackJob[Train]] | Sequence[StackJob[Evaluate]]) -> Tensor | None:
+        """Return what each client adds to its class scores, K×classes; None where nothing is calibrated."""
+        rows = [job.prior for job in jobs if job.prior is not None]
+        return sent(torch.stack(rows), self._backend.device) if rows else None
 
     def _folded(self, ladder: Ladder, parameters: Sequence[Mapping[str, Tensor]]) -> FoldedStack:
         """Return networks in evaluation mode."""

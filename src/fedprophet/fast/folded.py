@@ -86,7 +86,7 @@ class FoldedStack(StackedNetwork):
     def scores(self, z: Tensor) -> Tensor:
         """Return the class scores, K×N×classes, for clients that all leave at the end."""
         (exits,) = self.ladder.exits
-        return self._exit(exits, self.features(z)).scores
+        return self.calibrated(exits, self._exit(exits, self.features(z)).scores)
 
     def loss_gradient(self, z: Tensor, targets: Tensor, strong_convexity: float) -> Tensor:
         """Return the gradient of each sample's loss with respect to its prepared input; `targets` are one-hot."""
@@ -94,10 +94,12 @@ class FoldedStack(StackedNetwork):
         def at(exits: Exits, feature: Tensor, masked: bool, out: Tensor | None) -> Tensor:
             aims, (weights, biases) = targets[exits.low : exits.high], self._layers(exits)
             if _is_head(exits.program) and biases[0] is not None:
-                mu = exits.program.weighted(strong_convexity)
-                return self.kernels.head_gradient(feature, weights[0], biases[0], aims, mu, masked, out)
+                mu, bias = exits.program.weighted(strong_convexity), biases[0]
+                if self.prior is not None:  # what is added to all scores is as good as a bias
+                    bias = bias.float() + self.prior[exits.low : exits.high]
+                return self.kernels.head_gradient(feature, weights[0], bias, aims, mu, masked, out)
             run = self._exit(exits, feature)
-            gradient = (run.scores.softmax(dim=2) - aims).to(self.compute)
+            gradient = (self.calibrated(exits, run.scores).softmax(dim=2) - aims).to(self.compute)
             gradient, _ = dense_backward(exits.program.dense, weights, run, gradient, parameters=False)
             return self.exit_gradient(exits, gradient, feature, strong_convexity, masked, out)
 

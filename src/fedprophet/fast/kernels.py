@@ -202,7 +202,7 @@ class Kernels:
 
         The loss is the cross-entropy with one-hot `targets` plus strong_convexity / 2 · ‖x‖²; `masked`: where x > 0.
         """
-        scores = torch.baddbmm(bias.unsqueeze(1), self.average(x, 1), weight).float()
+        scores = torch.baddbmm(bias.to(weight.dtype).unsqueeze(1), self.average(x, 1), weight).float()
         gradient = torch.bmm((scores.softmax(dim=2) - targets).to(x.dtype), weight.transpose(1, 2))
         return self.average_gradient(gradient, x, 1, strong_convexity, masked, out)
 

@@ -58,7 +58,8 @@ class TrainingPlan:
 
     `scaled` names the parameters that a group of sub-networks brings multiplied by a factor for each client.
     `observes`: clients bring a second set of norm statistics, under the names of `client.statistics`. They train with
-    that one, while the first follows the clean batches.
+    that one, while the first follows the clean batches. `calibrated`: clients add numbers of their own to class scores.
+    `anchored` names the parameters that a proximal term draws back to where they started.
     """
 
     ladder: Ladder
@@ -68,6 +69,8 @@ class TrainingPlan:
     threat: ThreatModel | None
     scaled: tuple[str, ...] = ()
     observes: bool = False
+    calibrated: bool = False
+    anchored: tuple[str, ...] = ()
     _iterations: dict[int, "_Iteration"] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -80,6 +83,7 @@ class TrainingPlan:
         self.attack = _attack(self.threat, device)
         self.rows = torch.arange(clients, device=device).unsqueeze(1)
         self.folded = FoldedStack(self.ladder, self.backend.kernels, self.backend.compute)
+        self.prior = torch.zeros((clients, self.classes), device=device) if self.calibrated else None
         self.training: TrainingStack | None = None
 
     def load(
@@ -89,10 +93,12 @@ class TrainingPlan:
         hyper: LocalTraining,
         threat: ThreatModel | None,
         factors: Sequence[Factors] = (),
+        prior: Tensor | None = None,
     ) -> None:
         """Take over a group: its parameters, its inputs and labels, and what may change from round to round.
 
-        `factors` are those of each client's scaled parameters, where there are any.
+        `factors` are those of each client's scaled parameters, and `prior` what clients add to class scores, where
+        there are any.
         """
         used = [under_attack(own) for own in parameters] if self.observes else parameters
         stacks = self.layout.stacked(used, self.backend.device)
@@ -103,6 +109,8 @@ class TrainingPlan:
             self.training.squares = Squares(self.scaled, self.ladder, self.backend.device) if self.scaled else None
             names = self.layout.statistics() if self.observes else []
             self.training.observed = {name: torch.empty_like(owned[name]) for name in names}
+            self.training.anchors = {name: torch.empty_like(owned[name]) for name in self.anchored}
+            self.training.prior = self.folded.prior = self.prior
         else:
             for name, value in stacks.items():
                 self.training.stacks[name].copy_(value)
@@ -110,6 +118,10 @@ class TrainingPlan:
             clean = self.layout.stacked(parameters, self.backend.device)
             for name, values in self.training.observed.items():
                 values.copy_(clean[name])
+        for name, anchor in self.training.anchors.items():
+            anchor.copy_(self.training.stacks[name])
+        if self.prior is not None and prior is not None:
+            self.prior.copy_(prior)
         self.training.reset(hyper.learning_rate)
         if self.training.squares is not None:
             self.training.squares.set(factors)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedprophet.fast.kernels import BatchNorm, Kernels, Scaling
+from fedprophet.fast.kernels import BatchNorm, Kernels, Scaling, Statistics
 from fedprophet.fast.layout import StackLayout, Tensors
 from fedprophet.fast.program import Convolution, Dense, Exits, Ladder
 
@@ -36,6 +36,8 @@ class StackedNetwork:
         self.kernels = kernels
         self.compute = compute
         self.layout = StackLayout(ladder, kernels.multiple)
+        self.prior: Tensor | None = None
+        """What each client adds to its class scores, K×classes in float32; None where nothing is calibrated."""
         self._scalings: dict[torch.device, Scaling] = {}
 
     def scaling(self, device: torch.device) -> Scaling:
@@ -73,6 +75,10 @@ class StackedNetwork:
         side = exits.program.side or feature.shape[2]
         return self.kernels.average_gradient(gradient, feature, side, weight, masked, out)
 
+    def calibrated(self, exits: Exits, scores: Tensor) -> Tensor:
+        """Return the scores at an exit with what the clients that leave there add."""
+        return scores if self.prior is None else scores + self.prior[exits.low : exits.high].unsqueeze(1)
+
     def leaving(self, depth: int) -> list[Exits]:
         """Return the exits after so many blocks."""
         return [exits for exits in self.ladder.exits if exits.depth == depth]
@@ -89,6 +95,14 @@ def norm_of(part: Convolution, stacks: Tensors, statistics: Tensors) -> BatchNor
         part.epsilon,
         part.momentum,
     )
+
+
+def running_statistics(norm: BatchNorm) -> Statistics:
+    """Return the statistics that a norm layer keeps, as those of what its convolution gives without a bias."""
+    mean = norm.running_mean if norm.before is None else norm.running_mean - norm.before
+    inverse = torch.rsqrt(norm.running_var + norm.epsilon)
+    scale = norm.weight * inverse
+    return Statistics(mean, inverse, scale, norm.bias - mean * scale)
 
 
 def joined(

@@ -12,7 +12,14 @@ from fedprophet.fast.kernels import Kernels, Statistics
 from fedprophet.fast.layout import Tensors
 from fedprophet.fast.narrow import Squares
 from fedprophet.fast.program import Block, Convolution, Exits, Ladder
-from fedprophet.fast.stack import StackedNetwork, dense_backward, dense_forward, joined, norm_of
+from fedprophet.fast.stack import (
+    StackedNetwork,
+    dense_backward,
+    dense_forward,
+    joined,
+    norm_of,
+    running_statistics,
+)
 from fedprophet.messages.values import LocalTraining
 
 Weights = Mapping[Convolution, Tensor]
@@ -67,11 +74,13 @@ class TrainingStack(StackedNetwork):
         """Factors for the gradients of scaled parameters, see `narrow`."""
         self.observed: dict[str, Tensor] = {}
         """A second set of norm statistics, which follows the observed batches."""
+        self.anchors: dict[str, Tensor] = {}
+        """The parameters that training started from, where a proximal term draws back to them."""
 
     @property
     def held(self) -> tuple[Tensors, ...]:
         """All tensors that last from step to step."""
-        return self.stacks, self.velocity, self.observed, self._nothing, self._summed
+        return self.stacks, self.velocity, self.observed, self._nothing, self._summed, self.anchors
 
     def reset(self, learning_rate: float) -> None:
         """Begin a round: no velocity, no sums, no losses."""
@@ -143,7 +152,8 @@ class TrainingStack(StackedNetwork):
         """Run a convolution, take the statistics of what it gives, and let the running ones follow."""
         convolved = self.kernels.convolve(x, weight, channels=part.inputs, stride=part.stride)
         norm = norm_of(part, self.stacks, statistics)
-        return Normed(convolved, self.kernels.norm_statistics(convolved, norm))
+        fixed = self.hyper.fixed_statistics
+        return Normed(convolved, running_statistics(norm) if fixed else self.kernels.norm_statistics(convolved, norm))
 
     def _exit(
         self, features: Tensor, targets: Tensor, draws: Draws, gradients: Gradients, exits: Exits, out: Tensor | None
@@ -157,12 +167,13 @@ class TrainingStack(StackedNetwork):
             dense, weights, biases, self.pooled(exits, feature), partial(draws.uniform, first=exits.low)
         )
         samples, mu = targets.shape[1], self.hyper.strong_convexity
-        loss = -(run.scores.log_softmax(dim=2) * targets).sum(dim=(1, 2)) / samples
+        scores = self.calibrated(exits, run.scores)
+        loss = -(scores.log_softmax(dim=2) * targets).sum(dim=(1, 2)) / samples
         if exits.program.convex:
             norms = torch.linalg.vector_norm(feature.flatten(1), dim=1, dtype=torch.float32)
             loss = loss + 0.5 * mu * norms.square() / samples
         self.losses[clients] += loss
-        gradient = ((run.scores.softmax(dim=2) - targets) / samples).to(self.compute)
+        gradient = ((scores.softmax(dim=2) - targets) / samples).to(self.compute)
         gradient, found = dense_backward(dense, weights, run, gradient)
         for layer, (weight, bias) in zip(dense, found, strict=True):
             gradients[f"{layer.name}.weight"] = weight
@@ -177,8 +188,12 @@ class TrainingStack(StackedNetwork):
         slopes = self.kernels.norm_slopes(g, active, normed.convolved, normed.statistics)
         gradients[f"{part.norm}.weight"] = slopes.weight
         gradients[f"{part.norm}.bias"] = slopes.bias
-        scale = normed.statistics.scale
-        dx = self.kernels.norm_gradient(g, active, normed.convolved, scale, slopes.b, slopes.c)
+        scale, b, c = normed.statistics.scale, slopes.b, slopes.c
+        if self.hyper.fixed_statistics:  # nothing of the batch is in what it is normalised with
+            b = c = torch.zeros_like(scale)
+            if part.bias:
+                gradients[f"{part.convolution}.bias"] = scale * slopes.bias
+        dx = self.kernels.norm_gradient(g, active, normed.convolved, scale, b, c)
         gradients[f"{part.convolution}.weight"] = self.kernels.weight_gradient(x, dx, part.kernel, part.stride)
         return dx
 
@@ -199,6 +214,8 @@ class TrainingStack(StackedNetwork):
             self.squares.apply(gradients)
         for name, total in self._summed.items():
             gradients[name] = total.add_(gradients[name])
+        for name, anchor in self.anchors.items():
+            gradients[name] = gradients[name] + self.hyper.proximal * (self.stacks[name] - anchor)
         torch._fused_sgd_(
             [self.stacks[name] for name in names],
             [gradients[name].contiguous() for name in names],  # it reads memory, not strides

@@ -19,6 +19,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, ConfigRecordValues, Recor
 from safetensors.torch import load
 from torch import Tensor
 
+from fedprophet.cascade.norms import STATISTICS
 from fedprophet.errors import FedProphetError
 from fedprophet.messages.answers import ANSWERS, Answer, Trained
 from fedprophet.messages.codec import decode, encode, integer, quoted, text
@@ -27,7 +28,7 @@ from fedprophet.server.rejections import plain_reason
 from fedprophet.storage.files import tensors_to_bytes
 from fedprophet.version import __version__
 
-PROTOCOL: Final = 3
+PROTOCOL: Final = 4
 """Raised whenever a record of this version could be misread by an older one, or the other way round.
 
 The question who a node is, its hello and a refusal keep their form for ever, so that any two versions can tell each
@@ -186,7 +187,7 @@ def pack_answer(answer: Answer, dtype: Literal["float32", "bfloat16"] = "float32
     """Return the record of an answer.
 
     With bfloat16, trained float32 parameters are rounded to it for the journey, to half the bytes; the largest of all
-    float32 numbers become infinite by that. A client's own layers are never rounded.
+    float32 numbers become infinite by that. Norm statistics and a client's own layers are never rounded.
     """
     rounded = False
     if dtype == "bfloat16" and isinstance(answer, Trained):
@@ -324,9 +325,12 @@ def _problem(name: str, tensor: Tensor) -> str | None:
 
 
 def _cast(answer: Trained, old: torch.dtype, new: torch.dtype) -> Trained:
-    """Return an answer with its parameters of one type cast to another."""
-    parameters = answer.parameters.items()
-    return replace(answer, parameters={n: value.to(new) if value.dtype == old else value for n, value in parameters})
+    """Return an answer with its parameters of one type cast to another, but for norm statistics."""
+
+    def cast(name: str, value: Tensor) -> Tensor:
+        return value.to(new) if value.dtype == old and name.rpartition(".")[2] not in STATISTICS else value
+
+    return replace(answer, parameters={name: cast(name, value) for name, value in answer.parameters.items()})
 
 
 def _unrounded(answer: Answer, rounded: object) -> Answer:

@@ -77,6 +77,14 @@ class Measured(Answer, kind="measure"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Refreshed(Answer, kind="refresh"):
+    """Mean and variance of what norm layers read, over `samples`, by name. Its weight is the number of samples."""
+
+    samples: int
+    statistics: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Predicted(Answer, kind="predict"):
     """The class scores of the public samples."""
 

@@ -66,8 +66,9 @@ class ModelTask(Task):
     """A task that runs a part of the model: atoms `first` … `last` − 1 behind the `frozen` modules.
 
     The part ends with the auxiliary head of module `head` (None: the backbone's own classifier, or a bare feature).
-    `parameters` are the shared ones of those atoms and of the head. `batch` is the number of samples at a time where
-    nothing is trained.
+    `parameters` are the shared ones of those atoms and of the head. `starting` are layers that a client begins with
+    where it has none of its own (without them: those of the untrained model). `batch` is the number of samples at a
+    time where nothing is trained.
     """
 
     first: int = 0
@@ -76,6 +77,7 @@ class ModelTask(Task):
     frozen: tuple[FrozenModule, ...] = ()
     batch: int = 64
     parameters: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    starting: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,11 +86,14 @@ class Train(ModelTask, kind="train"):
 
     `kept_channels` are the channels of a sub-network, by group (see `cascade.channels`): where there are any, the model
     and `parameters` have these alone. With `adversarial_statistics` the norm layers use a second set of statistics,
-    reserved for attacked inputs. `wants_local` asks for the client's own layers as well.
+    reserved for attacked inputs. `wants_local` asks for the client's own layers as well. With `calibration` above 0 the
+    logarithm of the client's label frequencies is added to the class scores, in the loss and in the attack; each label
+    is counted as if there were that many more samples of it.
     """
 
     training: LocalTraining
     threat: ThreatModel | None = None
+    calibration: float = 0.0
     wants_local: bool = False
     adversarial_statistics: bool = False
     kept_channels: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
@@ -105,10 +110,11 @@ class Evaluate(ModelTask, kind="evaluate"):
 
     The frozen modules take part: the model is run from the image on. `attack` names the way in which the threat is
     carried out, `samples` limits how many held-out samples are used, and `part` is the range of these that this task is
-    about (None: all). `kept_channels` and `adversarial_statistics` are those of `Train`.
+    about (None: all). `kept_channels`, `adversarial_statistics` and `calibration` are those of `Train`.
     """
 
     threat: ThreatModel | None = None
+    calibration: float = 0.0
     attack: str = "pgd"
     samples: int | None = None
     part: tuple[int, int] | None = None
@@ -121,6 +127,21 @@ class Measure(ModelTask, kind="measure"):
     """Measure how far `threat` at the input of atom `first` moves the feature behind the part (Eq. 11)."""
 
     threat: ThreatModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refresh(ModelTask, kind="refresh"):
+    """Measure anew, on the training samples, the statistics of what the part's norm layers read.
+
+    As in an evaluation the model is run from the image on, which `threat` attacks (None: clean), with `calibration` as
+    in `Train`. `layer` names the one norm layer that is measured behind the others as they are; "" measures all, each
+    behind layers that normalise by their batch. `keeps`: the client makes the statistics its own.
+    """
+
+    threat: ThreatModel | None = None
+    calibration: float = 0.0
+    layer: str = ""
+    keeps: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

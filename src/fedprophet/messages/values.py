@@ -31,6 +31,10 @@ class LocalTraining:
     """The paper's mu. It acts on the feature before an auxiliary head; the backbone's own classifier has none."""
     summed_heads: bool = False
     """Whether an auxiliary head steps along the sum of the gradients of all iterations so far."""
+    fixed_statistics: bool = False
+    """Whether norm layers normalise with the statistics they have, which then stay as they are."""
+    proximal: float = 0.0
+    """FedProx's μ: the weight of ½ ‖w − w₀‖² in the loss, w₀ being the shared parameters that training starts from."""
 
 
 @dataclass(frozen=True)

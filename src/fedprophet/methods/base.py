@@ -2,35 +2,48 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypedDict, TypeVar
 
 from fedprophet.messages.answers import Evaluated, Reported
-from fedprophet.messages.tasks import Evaluate, Report
+from fedprophet.messages.codec import LATER
+from fedprophet.messages.tasks import Evaluate, Report, Train
 from fedprophet.messages.values import FrozenModule, Resources, Timeline
-from fedprophet.methods.world import World
+from fedprophet.methods.refresh import refresh_round
+from fedprophet.methods.world import World, named
 from fedprophet.server.accuracy import Accuracy, note_accuracy
+from fedprophet.server.aggregate import Usable
 from fedprophet.server.convergence import Best
 from fedprophet.server.coordinator import Conversation, Record, ask
+from fedprophet.server.pooling import pooled
 from fedprophet.server.resources import available_resources
 from fedprophet.server.rules.registry import Parameters
 from fedprophet.threat import ThreatModel
+
+SHARED_LAYERS = "joined in every round like all parameters"
+"""Where norm layers come from that clients share."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MethodState:
     """Where a run is, and its best round so far.
 
-    `failures` counts the rounds in a row that had no usable update; `discarded` are the rounds between a best one that
-    was restored and the end of its stage.
+    `starting` are the layers that clients begin with where they have none of their own. `failures` counts the rounds in
+    a row that had no usable update; `discarded` are the rounds between a best one that was restored and the end of its
+    stage. `refreshed`: norm statistics were measured anew at the end; if clients have their own, `norm_layers` are
+    those of the exported model.
     """
 
     model: Parameters
     best_model: Parameters
+    starting: Parameters = field(default_factory=dict, metadata=LATER)
+    best_starting: Parameters = field(default_factory=dict, metadata=LATER)
     round: int = 0
     failures: int = 0
     best: Best | None = None
     discarded: tuple[tuple[int, int], ...] = ()
+    refreshed: bool = field(default=False, metadata=LATER)
+    norm_layers: Parameters = field(default_factory=dict, metadata=LATER)
 
     @property
     def proven(self) -> int:
@@ -67,6 +80,7 @@ class ModelFields(TaskFields):
     frozen: tuple[FrozenModule, ...]
     batch: int
     parameters: Parameters
+    starting: Parameters
 
 
 S = TypeVar("S", bound=MethodState)
@@ -76,30 +90,47 @@ class Method(ABC, Generic[S]):
     """One algorithm. It starts with `initial`, and each `round` leads from a state to the next; it keeps nothing else.
 
     `norm_layers` says where the norm layers of the exported model come from, `{averaged}` being what the aggregation
-    rule makes of clients' own; `client_norm_layers` says which ones a client is evaluated with. `shown` is what only
-    this method notes of a round.
+    rule makes of clients' own; `client_norm_layers` says which ones a client is evaluated with. Both are for layers
+    that live with the clients. `shown` is what only this method notes of a round.
     """
 
     state: type[S]
     norm_layers = "{averaged}"
     client_norm_layers = "each client's own"
     shown: Shown | None = None
+    refreshes_own = False
+    """Whether clients' own statistics are measured anew as well when those of the exported model are."""
 
     def __init__(self, world: World) -> None:
         self.world = world
+        world.initial_layers  # noqa: B018  before a task loads others into the chain
         self.norm_layers = type(self).norm_layers.format(averaged=world.aggregator.averaged)
+        layers = world.config.norm.layers
+        if layers == "statistics-local":
+            self.norm_layers = f"{SHARED_LAYERS}; statistics: {self.norm_layers}"
+            self.client_norm_layers = f"{SHARED_LAYERS}; statistics: {self.client_norm_layers}"
+        elif layers != "local":
+            self.norm_layers = self.client_norm_layers = f"{SHARED_LAYERS}, variances pooled"
 
     @abstractmethod
     def initial(self) -> S:
         """Return the state before the first round."""
 
     @abstractmethod
-    def round(self, state: S) -> Conversation[tuple[S, Record]]:
-        """Play one communication round; return the next state and the round's line for the journal."""
+    def training_round(self, state: S) -> Conversation[tuple[S, Record]]:
+        """Play one round of training; return the next state and the round's line for the journal."""
 
     @abstractmethod
+    def trained(self, state: S) -> bool:
+        """Whether all rounds of training are played."""
+
+    def round(self, state: S) -> Conversation[tuple[S, Record]]:
+        """Play one communication round: one of training or, when these are over, the one that refreshes statistics."""
+        return refresh_round(self, state) if self.trained(state) else self.training_round(state)
+
     def finished(self, state: S) -> bool:
         """Whether all rounds are played."""
+        return self.trained(state) and (state.refreshed or self.world.config.norm.refresh == "none")
 
     @abstractmethod
     def evaluation_task(self, state: S, client: int, threat: ThreatModel | None) -> Evaluate:
@@ -135,6 +166,18 @@ class Method(ABC, Generic[S]):
         cohort = self.world.clients.cohort(state.round)
         reports = yield from ask([Report(**self.task_fields(state, client)) for client in cohort], Reported)
         return available_resources(reports, record)
+
+    def expected_layers(self, task: Train) -> Parameters:
+        """Return the client's own layers that have to come with a task's update."""
+        chain = self.world.chain
+        return named(chain.tensors, chain.local(task.first, task.last)) if task.wants_local else {}
+
+    def gathered(self, state: S, usable: Usable) -> Parameters:
+        """Return what clients without layers of their own begin with, after those of a round have trained theirs."""
+        if not self.world.gathers_layers:
+            return state.starting
+        own = [(update.weight, named(update.local, self.expected_layers(task))) for task, update in usable]
+        return pooled(self.world.aggregator.rule)(state.starting, own)
 
     def evaluation_due(self, stage_round: int, failures: int) -> bool:
         """Whether a round is evaluated: every few rounds, and always the last, so that a stage never lacks a best."""

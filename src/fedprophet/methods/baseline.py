@@ -17,7 +17,6 @@ from fedprophet.methods.base import Method, MethodState, ModelFields
 from fedprophet.server.aggregate import Usable
 from fedprophet.server.convergence import Best, better, score
 from fedprophet.server.coordinator import Conversation, Record, ask
-from fedprophet.server.rules.registry import Parameters
 from fedprophet.threat import ThreatModel
 
 ROBUSTNESS_WEIGHT = 1.5
@@ -38,17 +37,17 @@ class Baseline(Method[S]):
     """Rounds in which all clients drawn train something that begins with the image; the best round is the result."""
 
     def initial(self) -> S:
-        model = self.world.initial_model()
-        return self.state(model=model, best_model=model)
+        model, layers = self.world.initial_model(), self.world.starting_layers()
+        return self.state(model=model, best_model=model, starting=layers, best_starting=layers)
 
-    def finished(self, state: S) -> bool:
+    def trained(self, state: S) -> bool:
         return state.round >= self.world.config.rounds
 
     def results(self, state: S) -> Mapping[str, Any]:
         """Return the best round and the last one, so that a reader sees both."""
         return {name: vars(value) for name, value in (("best", state.best), ("last", state.last)) if value}
 
-    def round(self, state: S) -> Conversation[tuple[S, Record]]:
+    def training_round(self, state: S) -> Conversation[tuple[S, Record]]:
         """Play one round: report, assign, train, join, evaluate; after the last one, go back to the best."""
         state = replace(state, round=state.round + 1)
         record: Record = {
@@ -63,12 +62,12 @@ class Baseline(Method[S]):
         usable = self.world.aggregator.usable(tasks, updates, record, self.expected_layers)
         if usable:
             joined = yield from self.join(state, usable, record)
-            state = replace(joined, failures=0)
+            state = replace(joined, failures=0, starting=self.gathered(state, usable))
         else:
             state = replace(state, failures=state.failures + 1)
         if self.evaluation_due(state.round, state.failures):
             state = yield from self._evaluate(state, record)
-        return (self._restore_best(state, record) if self.finished(state) else state), record
+        return (self._restore_best(state, record) if self.trained(state) else state), record
 
     # What a baseline may do differently.
 
@@ -80,10 +79,6 @@ class Baseline(Method[S]):
         """Return the cost of the model that a task trains."""
         return self.world.cost
 
-    def expected_layers(self, task: Train) -> Parameters:
-        """Return the client's own layers that have to come with a task's update."""
-        return {}
-
     def join(self, state: S, usable: Usable, record: Record) -> Conversation[S]:
         """Join what came back and can be used, perhaps with further tasks."""
         yield from ()
@@ -91,7 +86,7 @@ class Baseline(Method[S]):
 
     def evaluation_task(self, state: S, client: int, threat: ThreatModel | None) -> Evaluate:
         """Return the evaluation of the whole model on a client's held-out samples."""
-        return Evaluate(**self.model_fields(state, client), threat=threat)
+        return Evaluate(**self.model_fields(state, client), threat=threat, calibration=self.world.calibration(client))
 
     # Tasks.
 
@@ -106,6 +101,7 @@ class Baseline(Method[S]):
             "frozen": (),
             "batch": self.world.evaluation_batch(last),
             "parameters": state.model,
+            "starting": state.starting,
         }
 
     def train_task(self, state: S, client: int) -> Train:
@@ -116,6 +112,8 @@ class Baseline(Method[S]):
             **self.model_fields(state, client),
             threat=world.image_threat(world.config.attack.steps) if adversarial else None,
             training=world.local_training(state.round),
+            calibration=world.calibration(client),
+            wants_local=world.gathers_layers,
         )
 
     # The best round.
@@ -129,8 +127,9 @@ class Baseline(Method[S]):
         candidate = Best(state.round, points, accuracy.clean, accuracy.adversarial, alpha=1.0)
         best = better(state.best, candidate)
         record |= {"score": points, "best_round": best.round}
-        best_model = state.model if best is candidate else state.best_model
-        return replace(state, best=best, last=candidate, best_model=best_model)
+        if best is candidate:
+            state = replace(state, best_model=state.model, best_starting=state.starting)
+        return replace(state, best=best, last=candidate)
 
     def _restore_best(self, state: S, record: Record) -> S:
         """Go back to the best round, the clients' own layers included; where none was evaluated, stay at the last."""
@@ -138,4 +137,4 @@ class Baseline(Method[S]):
             record["best_round"] = None
             return state
         discarded = ((state.best.round, state.round),) if state.best.round < state.round else ()
-        return replace(state, model=state.best_model, discarded=discarded)
+        return replace(state, model=state.best_model, starting=state.best_starting, discarded=discarded)

@@ -16,6 +16,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedprophet.cascade.cost import ChainCost
+from fedprophet.cascade.norms import norm_names
 from fedprophet.errors import ConfigError
 from fedprophet.messages.answers import Distilled, Predicted, Trained
 from fedprophet.messages.tasks import Distill, Predict, Train
@@ -61,13 +62,18 @@ class DistillationSettings(Section):
     )
 
     def training(self, usual: LocalTraining) -> LocalTraining:
-        """Return the hyper-parameters of distillation, given those of the round's training."""
+        """Return the hyper-parameters of distillation, given those of the round's training.
+
+        What keeps clients together, fixed statistics and the proximal term, has no place where the models meet.
+        """
         rate, decay = self.learning_rate, self.weight_decay
         return replace(
             usual,
             iterations=self.iterations,
             learning_rate=usual.learning_rate if rate == "train" else rate,
             weight_decay=usual.weight_decay if decay == "train" else decay,
+            fixed_statistics=False,
+            proximal=0.0,
         )
 
     def public_samples(self, test: int) -> int:
@@ -124,7 +130,9 @@ class Distillation(Baseline[DistillationState]):
             chain = self.world.family[name].chain
             shared = named(state.models[name], chain.shared())
             task = self.train_task(state, client)
-            tasks.append(replace(task, architecture=name, last=len(chain), parameters=shared, wants_local=True))
+            begun = named(state.models[name], chain.local()) if self.world.gathers_layers else {}
+            task = replace(task, architecture=name, last=len(chain), parameters=shared, starting=begun)
+            tasks.append(replace(task, wants_local=True))
         return tasks
 
     def cost(self, task: Train) -> ChainCost:
@@ -140,7 +148,11 @@ class Distillation(Baseline[DistillationState]):
 
     def own_layers(self, state: DistillationState, architecture: str) -> Parameters:
         """Return the norm layers that the server's model of an architecture has."""
-        return named(state.models[architecture], self.world.family[architecture].chain.local())
+        return named(state.models[architecture], norm_names(self.world.family[architecture].chain))
+
+    def gathered(self, state: DistillationState, usable: Usable) -> Parameters:
+        """Return nothing: the server's model of each architecture has norm layers to begin with."""
+        return {}
 
     def expected_layers(self, task: Train) -> Parameters:
         """Return the client's own layers that come with its model."""

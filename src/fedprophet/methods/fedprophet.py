@@ -14,9 +14,10 @@ from fedprophet.config.sections import too_many_clients
 from fedprophet.errors import TrainingError
 from fedprophet.fleet.clock import training_times
 from fedprophet.messages.answers import Measured, Trained
-from fedprophet.messages.tasks import Evaluate, Measure, Train
+from fedprophet.messages.tasks import Evaluate, Measure, Refresh, Train
 from fedprophet.messages.values import FrozenModule
 from fedprophet.methods.base import Method, MethodState, ModelFields
+from fedprophet.methods.refresh import renewed
 from fedprophet.methods.registry import method
 from fedprophet.methods.world import World, named
 from fedprophet.randomness import global_rng
@@ -97,10 +98,12 @@ class FedProphet(Method[CascadeState]):
     state = CascadeState
 
     def initial(self) -> CascadeState:
-        model, heads = self.world.initial_model(), initial_heads(self.world)
-        return CascadeState(model=model, best_model=model, heads=heads, best_heads=heads)
+        model, heads, layers = self.world.initial_model(), initial_heads(self.world), self.world.starting_layers()
+        return CascadeState(
+            model=model, best_model=model, heads=heads, best_heads=heads, starting=layers, best_starting=layers
+        )
 
-    def finished(self, state: CascadeState) -> bool:
+    def trained(self, state: CascadeState) -> bool:
         """Whether every module is fixed."""
         return state.stage == len(self.world.modules)
 
@@ -111,7 +114,7 @@ class FedProphet(Method[CascadeState]):
     # One round: report, assign (Eq. 14, 15), train (Eq. 13), average (Eq. 16, 17), evaluate and adjust (Eq. 12); at the
     # end of a stage fix the module and measure (Eq. 11).
 
-    def round(self, state: CascadeState) -> Conversation[tuple[CascadeState, Record]]:
+    def training_round(self, state: CascadeState) -> Conversation[tuple[CascadeState, Record]]:
         """Play one communication round of Algorithm 2."""
         state = replace(state, round=state.round + 1, stage_round=state.stage_round + 1)
         record: Record = {
@@ -141,13 +144,14 @@ class FedProphet(Method[CascadeState]):
         record["assigned"] = {str(client): last + 1 for client, last in assigned.items()}
         updates = yield from ask(tasks, Trained)
         record["times"] = training_times(tasks, updates, available, lambda task: world.cost)
-        usable = world.aggregator.usable(tasks, updates, record)
+        usable = world.aggregator.usable(tasks, updates, record, self.expected_layers)
         if not usable:
             return replace(state, failures=state.failures + 1)
+        state = replace(state, failures=0, starting=self.gathered(state, usable))
         if world.config.of(AssignmentSettings).heads == "passed":
             usable = [(task, self._with_passed_heads(state, task, update)) for task, update in usable]
         average = world.aggregator.join_updates({**state.model, **state.heads}, usable)
-        return replace(state, failures=0, model=named(average, state.model), heads=named(average, state.heads))
+        return replace(state, model=named(average, state.model), heads=named(average, state.heads))
 
     def _with_passed_heads(self, state: CascadeState, task: Train, update: Trained) -> Trained:
         """Return an update with the heads of the modules before the client's last one, as the client was given them."""
@@ -168,7 +172,9 @@ class FedProphet(Method[CascadeState]):
         best = better(state.best, candidate)
         record |= {"score": points, "best_round": best.round}
         if best is candidate:
-            state = replace(state, best=best, best_model=state.model, best_heads=state.heads)
+            state = replace(
+                state, best=best, best_model=state.model, best_heads=state.heads, best_starting=state.starting
+            )
         if state.perturbation is not None:
             config = self.world.config
             settings, every = config.of(PerturbationSettings), config.evaluate.every
@@ -183,7 +189,8 @@ class FedProphet(Method[CascadeState]):
         Where nobody evaluated the stage, its last round is kept. Where nobody measures, there is no radius to train
         the next module with: the stage goes on for another round, and the module is fixed again at its end.
         """
-        best, restored, module = state.best, self._restored(state), self.world.modules[state.stage]
+        best, module = state.best, self.world.modules[state.stage]
+        restored = yield from self._refreshed(self._restored(state), record)
         fixed = Fixed(
             round=best.round if best else state.round,
             clean=best.clean if best else None,
@@ -204,6 +211,16 @@ class FedProphet(Method[CascadeState]):
             perturbation = Perturbation(magnitude, restored.reference, start)
         record["fixed"] = noted
         return replace(restored, stage=state.stage + 1, stage_round=0, perturbation=perturbation, best=None)
+
+    def _refreshed(self, state: CascadeState, record: Record) -> Conversation[CascadeState]:
+        """Let clients measure the norm statistics of module m anew before it is fixed, where that is asked for."""
+        norm = self.world.config.norm
+        if norm.refresh == "none" or norm.refresh_after != "stage":
+            return state
+        fields = self._model_fields(state, 0, state.stage, self._exit(state.stage))
+        task = Refresh(**fields, threat=self.world.refresh_threat, calibration=self.world.calibration(0))
+        fresh = yield from renewed(self.world, task, record)
+        return replace(state, model={**state.model, **fresh})
 
     def _magnitude(self, state: CascadeState, record: Record) -> Conversation[float | None]:
         """E[max ‖Δz_m‖] over the clients' training samples, under the attack that module m was trained with.
@@ -237,7 +254,9 @@ class FedProphet(Method[CascadeState]):
         if best is None or best.round == state.round:
             return state
         discarded = (*state.discarded, (best.round, state.round))
-        return replace(state, model=state.best_model, heads=state.best_heads, discarded=discarded)
+        return replace(
+            state, model=state.best_model, heads=state.best_heads, starting=state.best_starting, discarded=discarded
+        )
 
     def _postponed(self, state: CascadeState, record: Record) -> CascadeState:
         """Let the stage go on, unless nobody has measured for several rounds: then clients cannot be reached."""
@@ -273,6 +292,7 @@ class FedProphet(Method[CascadeState]):
             "frozen": self._frozen(state),
             "batch": self.world.evaluation_batch(module.last),
             "parameters": self._parameters(state, module.first, end, head),
+            "starting": named(state.starting, self.world.chain.local(0, end) if state.starting else ()),
         }
 
     def _frozen(self, state: CascadeState) -> tuple[FrozenModule, ...]:
@@ -291,13 +311,15 @@ class FedProphet(Method[CascadeState]):
             **self._model_fields(state, client, last, self._exit(last)),
             threat=self._threat(state) if adversarial else None,
             training=self.world.local_training(state.stage_round),
+            calibration=self.world.calibration(client),
+            wants_local=self.world.gathers_layers,
         )
 
     def evaluation_task(self, state: CascadeState, client: int, threat: ThreatModel | None) -> Evaluate:
         """Return the evaluation of the cascade so far: up to module m, through its exit, attacked at the image."""
         stage = min(state.stage, len(self.world.modules) - 1)
         fields = self._model_fields(replace(state, stage=stage), client, stage, self._exit(stage))
-        return Evaluate(**fields, threat=threat)
+        return Evaluate(**fields, threat=threat, calibration=self.world.calibration(client))
 
     def _exit(self, last: int) -> int | None:
         """Return the head behind a module; the last one has the backbone's own classifier."""

@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field
 
-from fedprophet.client.statistics import ADVERSARIAL, statistics_names, under_attack
+from fedprophet.cascade.norms import statistics_names
+from fedprophet.client.statistics import ADVERSARIAL, under_attack
 from fedprophet.errors import ModelError
 from fedprophet.fleet.clock import add_adoption
 from fedprophet.messages.answers import Adopted
@@ -105,9 +106,8 @@ class FedRBN(Baseline[BaselineState]):
 
     def expected_layers(self, task: Train) -> Parameters:
         """Return the statistics that a client has to send: a second set where it attacks."""
-        first = named(self.world.chain.tensors, self._statistics)
-        second = {ADVERSARIAL + name: value for name, value in first.items()} if task.adversarial_statistics else {}
-        return {**first, **second}
+        first, names = super().expected_layers(task), self._statistics if task.adversarial_statistics else ()
+        return {**first, **{ADVERSARIAL + name: first[name] for name in names}}
 
     def _propagation(self, state: BaselineState, usable: Usable) -> list[Adopt]:
         """Return what the clients that trained without attack adopt from those that attacked."""

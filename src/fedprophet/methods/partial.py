@@ -7,7 +7,7 @@ coordinate is averaged over the clients that trained it; what nobody trained sta
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -22,12 +22,15 @@ from fedprophet.messages.tasks import Train
 from fedprophet.messages.values import Resources
 from fedprophet.methods.base import Shown
 from fedprophet.methods.baseline import Baseline, BaselineState
-from fedprophet.methods.world import World
+from fedprophet.methods.world import World, named
 from fedprophet.server.aggregate import Usable
 from fedprophet.server.coordinator import Conversation, Record
+from fedprophet.server.pooling import means_of, widened
 from fedprophet.server.rules.mean import scatter_average
 from fedprophet.server.rules.registry import Parameters
 
+Part = tuple[float, Kept, Parameters]
+"""A client's weight, the channels that it kept, and its tensors of them."""
 COSTS_KEPT = 1024
 """Costs of sub-networks that are remembered: clients' widths come back."""
 
@@ -41,6 +44,7 @@ class PartialTraining(Baseline[BaselineState]):
     """Real sub-networks: sent, trained and counted at their own width."""
 
     state = BaselineState
+    refreshes_own = True
     shown = Shown("width", _widths)
 
     def __init__(self, world: World) -> None:
@@ -75,10 +79,34 @@ class PartialTraining(Baseline[BaselineState]):
         """Join each coordinate over the clients whose sub-network has it."""
         yield from ()
         parts = [(update.weight, task.kept_channels, update.parameters) for task, update in usable]
+        return replace(state, model=self._joined(state.model, parts, pools=self.world.aggregator.pools))
+
+    def expected_layers(self, task: Train) -> Parameters:
+        """Return the channels of the client's own layers that have to come with a task's update."""
+        return slice_state(self.channels, task.kept_channels, super().expected_layers(task))
+
+    def gathered(self, state: BaselineState, usable: Usable) -> Parameters:
+        """Return what clients begin with, each channel from the clients whose sub-network has it."""
+        if not self.world.gathers_layers:
+            return state.starting
+        parts = [
+            (update.weight, task.kept_channels, named(update.local, self.expected_layers(task)))
+            for task, update in usable
+        ]
+        return self._joined(state.starting, parts, pools=True)
+
+    def _joined(self, current: Parameters, parts: Sequence[Part], pools: bool) -> Parameters:
+        """Join sub-networks by the run's rule, with norm statistics pooled where they are to be."""
+        if pools:
+            means = self._joined(current, [(weight, kept, means_of(part)) for weight, kept, part in parts], pools=False)
+            centres = {name: means[name] for _, _, part in parts[:1] for name in means_of(part)}
+            parts = [
+                (weight, kept, widened(part, slice_state(self.channels, kept, centres))) for weight, kept, part in parts
+            ]
         if self.world.aggregator.is_mean:
-            return replace(state, model=scatter_average(self.channels, state.model, parts))
-        spread = [(weight, _Spread(self.channels, kept, state.model, part)) for weight, kept, part in parts]
-        return replace(state, model=self.world.aggregator.join(state.model, spread))
+            return scatter_average(self.channels, current, parts)
+        spread = [(weight, _Spread(self.channels, kept, current, part)) for weight, kept, part in parts]
+        return self.world.aggregator.rule(current, spread)
 
     def _count(self, widths: tuple[int, ...]) -> ChainCost:
         whole, groups = self.world.cost, self.channels.groups

@@ -28,6 +28,10 @@ class ClientSampler:
         """Return the clients that train in a round."""
         return self.pool.draw(round, self.cohort_size, self.seed, "cohort")
 
+    def trained(self, round: int) -> tuple[int, ...]:
+        """Return the clients that were drawn to train in any round up to one."""
+        return tuple(sorted({client for number in range(1, round + 1) for client in self.cohort(number)}))
+
     def sample(self, clients: int | str, round: int, purpose: str) -> tuple[int, ...]:
         """Return as many clients as the setting says, or all of them."""
         if isinstance(clients, str):

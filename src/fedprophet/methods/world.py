@@ -11,7 +11,7 @@ from fedprophet.cascade.cost import ChainCost
 from fedprophet.cascade.partition import Module
 from fedprophet.config.config import Config
 from fedprophet.messages.modules import ModuleStore
-from fedprophet.messages.values import LocalTraining
+from fedprophet.messages.values import SERVER, LocalTraining
 from fedprophet.methods.sampling import ClientPool, ClientSampler
 from fedprophet.server.aggregate import Aggregator
 from fedprophet.server.convergence import StageRule
@@ -57,7 +57,14 @@ class World:
         settings = self.config.aggregate
         rule = RULES[settings.rule]
         sizes = dict(enumerate(settings.sizes)).get if settings.sizes else self.sizes
-        return Aggregator(rule.configured(self.config.of), settings.minimum, rule.averaged, rule.numbers, sizes)
+        return Aggregator(
+            rule.configured(self.config.of),
+            settings.minimum,
+            rule.averaged,
+            rule.numbers,
+            sizes,
+            pools=self.config.norm.layers != "local",
+        )
 
     @property
     def stage_rule(self) -> StageRule:
@@ -81,7 +88,36 @@ class World:
             weight_decay=train.weight_decay,
             strong_convexity=train.strong_convexity,
             summed_heads=train.head_gradients == "summed",
+            fixed_statistics=self.config.norm.layers == "frozen" and stage_round > self.config.frozen_after_rounds,
+            proximal=train.proximal,
         )
+
+    def calibration(self, client: int) -> float:
+        """Return how many samples of each label a client counts beside its own; 0 where nothing is calibrated.
+
+        The server evaluates the exported model, which knows no labels' frequencies.
+        """
+        train = self.config.train
+        return train.smoothing if train.calibration == "labels" and client != SERVER else 0.0
+
+    @property
+    def gathers_layers(self) -> bool:
+        """Whether clients send their own layers in every round, for those that have none."""
+        return self.config.norm.newcomers == "average" and bool(self.chain.local())
+
+    @cached_property
+    def initial_layers(self) -> Parameters:
+        """The clients' own layers before any training. First asked for by then: tasks load others into the chain."""
+        return self._copies(self.chain.local())
+
+    def starting_layers(self) -> Parameters:
+        """Return the layers that clients begin the run with, where the server sends them."""
+        return self.initial_layers if self.gathers_layers else {}
+
+    @property
+    def refresh_threat(self) -> ThreatModel | None:
+        """The attack under which norm statistics are measured anew; None on clean images."""
+        return self.image_threat(self.config.attack.steps) if self.config.norm.refresh == "attacked" else None
 
     def evaluation_batch(self, last: int) -> int:
         """Return the micro-batch with which the activations of atoms 0 … `last` − 1 stay within the budget."""
@@ -93,8 +129,11 @@ class World:
 
     def initial_model(self) -> Parameters:
         """Return the shared parameters that the run starts from."""
+        return self._copies(self.chain.shared())
+
+    def _copies(self, names: Iterable[str]) -> Parameters:
         tensors = self.chain.tensors
-        return {name: tensors[name].detach().clone() for name in self.chain.shared()}
+        return {name: tensors[name].detach().clone() for name in names}
 
 
 def named(parameters: Parameters, names: Iterable[str]) -> dict[str, Tensor]:

@@ -13,9 +13,9 @@ from fedprophet.runs.asking import in_order
 from fedprophet.runs.files import model_fits, other_model
 from fedprophet.runs.run import Run
 from fedprophet.runs.session import Session
-from fedprophet.server.aggregate import tensor_fault
+from fedprophet.server.aggregate import layers_fault
 from fedprophet.server.coordinator import Engine, Record
-from fedprophet.server.rejections import reject, some_names, weight_fault
+from fedprophet.server.rejections import reject
 from fedprophet.server.weights import believed
 from fedprophet.storage.files import file_hash, tensors_to_bytes, write_atomic
 from fedprophet.version import __version__
@@ -28,40 +28,32 @@ def exported_model(
 
     Clients whose layers cannot be used are noted in `record`.
     """
-    return session.method.exported(state, average_local(session, state, engine, record))
+    local = state.norm_layers or average_local(session, state, engine, record)
+    return {**session.method.exported(state, local), **state.norm_layers}
 
 
 def average_local(
     session: Session, state: MethodState, engine: Engine, record: Record | None = None
 ) -> Mapping[str, Tensor]:
     """Return one set of norm layers: those of the clients that have trained some, joined by the run's rule."""
+    if not session.initial_local:
+        return {}
     notes: Record = {} if record is None else record
     timeline, aggregator = session.method.timeline(state), session.world.aggregator
-    cohorts = map(session.world.clients.cohort, range(1, state.round + 1))
     tasks = [
         Report(round=state.round, client=client, seed=session.config.seed, timeline=timeline, wants_local=True)
-        for client in sorted({client for cohort in cohorts for client in cohort})
+        for client in session.world.clients.trained(state.round)
     ]
     known = session.method.exported_layers(session.initial_local)
 
     def sound(answer: Reported) -> bool:
-        reason = _layers_fault(known, answer)
+        reason = layers_fault(known, answer.weight, answer.local)
         if reason:
             reject(notes, {answer.client: reason})
         return reason is None
 
     answers = believed(filter(sound, in_order(tasks, engine, Reported)), aggregator.sizes, notes)
     return aggregator.join(session.initial_local, ((answer.weight, answer.local) for answer in answers))
-
-
-def _layers_fault(known: Mapping[str, Tensor], answer: Reported) -> str | None:
-    """Return why a client's own layers cannot enter the average: they must be layers that the model has."""
-    if answer.weight == 0 or weight_fault(answer.weight):
-        return f"its weight is {answer.weight}"
-    foreign = answer.local.keys() - known.keys()
-    if foreign:
-        return f"it sent layers that the model does not have: {some_names(foreign)}"
-    return tensor_fault(known, answer.local)
 
 
 def write_model(run: Run, path: Path) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fedprophet import data, models
 from fedprophet.cascade.atoms import Chain, chain_of
 from fedprophet.cascade.cost import ChainCost, cost_of
+from fedprophet.cascade.norms import share_norm_layers
 from fedprophet.cascade.partition import partition
 from fedprophet.client.features import FeatureCache
 from fedprophet.client.layer_store import ClientStore
@@ -144,7 +145,8 @@ def assemble_client(
     with _about("method"):
         method = METHODS[config.method]
     population = _population(config, dataset, method.distills)
-    chain, normalize, notes = _start(config, dataset, model)
+    started, normalize, notes = _start(config, dataset, model)
+    chain = share_norm_layers(started, config.norm.layers)
     family, more = _family(config, dataset, chain, normalize) if method.distills else ({}, ())
     frozen = ModuleStore()
     layers = ClientStore(None, LAYERS_MEMORY) if layers is None else layers
@@ -240,7 +242,7 @@ def _family(
         if weights and isinstance(model, type(backbone.model)):
             with _about("model.weights"):
                 notes.append(f"{member}: {load_weights(model, weights, name).summary()}")
-        family[member] = chain_of(model, normalize)
+        family[member] = share_norm_layers(chain_of(model, normalize), config.norm.layers)
     return {**family, BACKBONE: backbone}, tuple(notes)
 
 

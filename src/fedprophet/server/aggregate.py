@@ -14,6 +14,7 @@ from fedprophet.messages.answers import Answer, Trained
 from fedprophet.messages.tasks import Train
 from fedprophet.server.coordinator import Record
 from fedprophet.server.plausibility import implausible_updates
+from fedprophet.server.pooling import pooled
 from fedprophet.server.rejections import number_fault, reject, some_names, weight_fault
 from fedprophet.server.rules.mean import MEAN_OF_CLIENTS, partial_average
 from fedprophet.server.rules.registry import Join, Parameters
@@ -33,19 +34,25 @@ class Aggregator:
     """How a run joins what clients send: by which rule, and from how many usable updates of a round on (`minimum`).
 
     `averaged` says in words what the rule makes of clients' norm layers; `numbers` is the rule for single numbers;
-    `sizes` are those of the shards, as far as the server knows them.
+    `sizes` are those of the shards, as far as the server knows them. `pools`: clients' norm statistics are pooled.
     """
 
-    join: Join = partial_average
+    rule: Join = partial_average
     minimum: int = 1
     averaged: str = MEAN_OF_CLIENTS
     numbers: Join | None = None
     sizes: Sizes = no_sizes
+    pools: bool = False
+
+    @property
+    def join(self) -> Join:
+        """What joins updates: the rule, with norm statistics pooled where they are."""
+        return pooled(self.rule) if self.pools else self.rule
 
     @property
     def is_mean(self) -> bool:
         """Whether the rule is the paper's plain mean."""
-        return self.join is partial_average
+        return self.rule is partial_average
 
     def join_updates(self, current: Parameters, usable: Usable) -> Parameters:
         """Return the parameters after updates that can be used."""
@@ -55,7 +62,7 @@ class Aggregator:
         """Join numbers that clients claim, each client's with its weight, as if they were updates of their median."""
         sent = [(weight, {"": torch.tensor(numbers, dtype=torch.float64)}) for weight, numbers in claims]
         median = torch.stack([numbers[""] for _, numbers in sent]).median(dim=0).values
-        return tuple((self.numbers or self.join)({"": median}, sent)[""].tolist())
+        return tuple((self.numbers or self.rule)({"": median}, sent)[""].tolist())
 
     def believed(self, answers: Sequence[A], record: Record) -> list[A]:
         """Return answers with weights that can be believed."""
@@ -117,6 +124,18 @@ def update_fault(task: Train, update: Trained, layers: Parameters) -> str | None
     if missing:
         return f"it did not send layers of its own that were asked for: {some_names(missing)}"
     return tensor_fault({**layers, **task.parameters}, {**update.local, **update.parameters})
+
+
+def layers_fault(known: Parameters, weight: float, sent: Parameters, complete: bool = False) -> str | None:
+    """Return why layers that a client sent cannot be joined: they must be layers of the model, perhaps all `known`."""
+    if weight == 0 or weight_fault(weight):
+        return f"its weight is {weight}"
+    foreign, lacking = sent.keys() - known.keys(), known.keys() - sent.keys() if complete else set()
+    if foreign:
+        return f"it sent layers that the model does not have: {some_names(foreign)}"
+    if lacking:
+        return f"it did not send layers that were asked for: {some_names(lacking)}"
+    return tensor_fault(known, sent)
 
 
 def tensor_fault(asked: Parameters, sent: Parameters) -> str | None:

@@ -1,0 +1,83 @@
+"""Norm statistics measured anew: what each norm layer of a trained model reads, over all of a client's samples."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from fedprophet.attacks.pgd import pgd
+from fedprophet.cascade.norms import MEAN, VARIANCE, norm_modules
+from fedprophet.cascade.trace import flags
+from fedprophet.client.part import ModelPart
+from fedprophet.data.dataset import LocalExamples
+from fedprophet.messages.tasks import Refresh
+from fedprophet.randomness import generator, global_rng
+
+
+def fresh_statistics(task: Refresh, part: ModelPart, examples: LocalExamples) -> dict[str, Tensor]:
+    """Return mean and variance, channel by channel, of what norm layers of the part read; images may be attacked.
+
+    With a `task.layer` that one is measured, behind layers as they are. Else it is all of the task's own, each behind
+    layers that normalise by their batch: with statistics that no longer fit, one layer would spoil the next one's.
+    """
+    own = norm_modules(part.chain, task.first, task.last)
+    chosen = {task.layer: own[task.layer]} if task.layer else own
+    moments = {name: _Moments() for name in chosen}
+    for number, positions in enumerate(torch.split(torch.arange(len(examples)), task.batch)):
+        x = part.take(examples.fetch(positions))
+        if task.threat is not None:
+            labels = examples.labels[positions].to(x.device)
+            draw = generator(task.seed, "refreshing attack", task.round, task.client, number)
+            with part.still():
+                x = pgd(lambda z, y=labels: part.losses(z, y, 0.0).sum(), x, task.threat, draw)  # type: ignore[misc]
+        normalising = () if task.layer or len(positions) < 2 else chosen.values()
+        # As in training, where nothing is folded, but without dropout.
+        still = flags(part.chain.modules(0, task.last), training=False)
+        draws = global_rng(task.seed, "refresh", task.client, number)
+        measuring = flags(normalising, training=True), _watched(chosen, moments)
+        with torch.no_grad(), part.mode(training=True), still, draws, measuring[0], measuring[1]:
+            part.features(x)
+    return {
+        f"{name}.{ending}": value
+        for name, found in moments.items()
+        for ending, value in ((MEAN, found.mean.float()), (VARIANCE, found.variance.float()))
+    }
+
+
+@contextmanager
+def _watched(layers: Mapping[str, nn.Module], moments: Mapping[str, "_Moments"]) -> Iterator[None]:
+    """Let moments see what layers read within a `with` block."""
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, inputs, seen=moments[name]: seen.add(inputs[0]))
+        for name, layer in layers.items()
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@dataclass
+class _Moments:
+    """Count, mean and squared distance from the mean, in float64, merged batch by batch (Chan et al., 1979)."""
+
+    count: int = 0
+    mean: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+    squares: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+
+    def add(self, x: Tensor) -> None:
+        """Count a batch, whose second dimension are the channels."""
+        rows = x.detach().transpose(0, 1).flatten(1).double().cpu()
+        count, mean = rows.shape[1], rows.mean(dim=1)
+        total, apart = self.count + count, mean - self.mean
+        self.squares = self.squares + (rows - mean[:, None]).square().sum(dim=1)
+        self.squares = self.squares + apart.square() * (self.count * count / total)
+        self.mean = self.mean + apart * (count / total)
+        self.count = total
+
+    @property
+    def variance(self) -> Tensor:
+        return self.squares / max(self.count, 1)

@@ -1,0 +1,104 @@
+"""A federated pass over the trained model in which clients measure its norm statistics anew.
+
+Client k sends mean and variance of what each norm layer reads on its samples; the server pools them (`server.pooling`),
+by the run's rule of aggregation, into the statistics of the exported model. The pass is a round of its own at the end
+of a run. Where clients trained sub-networks, the statistics of the whole model that they keep were gathered at other
+widths, or never: they measure those as well, and keep them.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+from fedprophet.cascade.norms import norm_modules, norm_names, statistics_names
+from fedprophet.messages.answers import Refreshed, Reported
+from fedprophet.messages.tasks import Refresh, Report
+from fedprophet.methods.world import World, named
+from fedprophet.server.aggregate import layers_fault
+from fedprophet.server.coordinator import Conversation, Record, ask
+from fedprophet.server.pooling import pooled
+from fedprophet.server.rejections import sound_answers
+from fedprophet.server.rules.registry import Parameters
+
+if TYPE_CHECKING:
+    from fedprophet.methods.base import Method, MethodState
+
+S = TypeVar("S", bound="MethodState")
+
+
+def refresh_round(method: "Method[S]", state: S) -> Conversation[tuple[S, Record]]:
+    """Play the round in which the statistics of the trained model are measured; nothing is trained in it."""
+    world = method.world
+    state = replace(state, round=state.round + 1, refreshed=True)
+    record: Record = {"round": state.round, "refresh": world.config.norm.refresh, "dropped": {}}
+    whole = {**(yield from _averaged_layers(method, state, record)), **state.model}
+    template = refresh_task(method, state, method.exported(state, whole))
+    if method.refreshes_own and world.chain.local():
+        own = replace(template, parameters=state.model, starting=state.starting, keeps=True)
+        yield from ask([replace(own, client=client) for client in _clients(world, state.round)], Refreshed)
+    fresh = yield from renewed(world, template, record)
+    layers = named({**template.parameters, **fresh}, norm_names(world.chain))
+    if layers.keys() <= state.model.keys():
+        return replace(state, model={**state.model, **layers}), record
+    return replace(state, norm_layers=layers), record
+
+
+def refresh_task(method: "Method[S]", state: S, model: Parameters) -> Refresh:
+    """Return the measuring of a whole model's statistics, for any client."""
+    world, last = method.world, len(method.world.chain)
+    return Refresh(
+        **method.task_fields(state, client=0),
+        last=last,
+        parameters=model,
+        batch=world.evaluation_batch(last),
+        threat=world.refresh_threat,
+        calibration=world.calibration(client=0),
+    )
+
+
+def renewed(world: World, template: Refresh, record: Record) -> Conversation[Parameters]:
+    """Return the statistics of the template's own atoms as clients find them, all at once or layer after layer.
+
+    A layer that nobody measures keeps its statistics.
+    """
+    layers = norm_modules(world.chain, template.first, template.last)
+    passes = list(layers) if world.config.norm.refresh_layers == "in-turn" else [""]
+    fresh: Parameters = {}
+    for layer in passes:
+        task = replace(template, layer=layer, parameters={**template.parameters, **fresh})
+        of = {layer} if layer else layers.keys()
+        before = named(task.parameters, [n for n in statistics_names(world.chain) if n.rpartition(".")[0] in of])
+        tasks = [replace(task, client=client) for client in _clients(world, task.round)]
+        answers = yield from ask(tasks, Refreshed)
+        sent = list(_sound(world, answers, before, record))
+        if sent:
+            fresh = {**fresh, **pooled(world.aggregator.rule)(before, sent)}
+    record["refreshed"] = sorted(fresh)
+    return fresh
+
+
+def _clients(world: World, round: int) -> Sequence[int]:
+    return world.clients.sample(world.config.norm.refresh_clients, round, "refresh")
+
+
+def _sound(
+    world: World, answers: Sequence[Refreshed], asked: Parameters, record: Record
+) -> Iterator[tuple[float, Parameters]]:
+    """Yield the statistics that can be used, with weights that can be believed."""
+    some = [answer for answer in answers if answer.samples > 0]
+    sound = sound_answers(some, lambda answer: layers_fault(asked, answer.weight, answer.statistics, True), record)
+    for answer in world.aggregator.believed(sound, record):
+        yield answer.weight, answer.statistics
+
+
+def _averaged_layers(method: "Method[S]", state: S, record: Record) -> Conversation[Parameters]:
+    """Return one set of the layers that live with the clients: those of the clients that have trained, joined."""
+    world, initial = method.world, method.world.initial_layers
+    known = method.exported_layers(initial)
+    if not initial.keys() - state.model.keys():
+        return {}
+    asked = [Report(**method.task_fields(state, c), wants_local=True) for c in world.clients.trained(state.round - 1)]
+    answers = yield from ask(asked, Reported)
+    sound = sound_answers(answers, lambda answer: layers_fault(known, answer.weight, answer.local), record)
+    sent = [(answer.weight, answer.local) for answer in world.aggregator.believed(sound, record)]
+    return world.aggregator.join(initial, sent)
