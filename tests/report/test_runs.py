@@ -5,7 +5,7 @@ import json
 import pytest
 
 from fedprophet.errors import CheckpointError, ConfigError
-from fedprophet.report.runs import MeasuredAccuracy, Memory, Reached, SimulatedTime, Wire, read_run
+from fedprophet.report.runs import KINDS, MeasuredAccuracy, Memory, Reached, SimulatedTime, Wire, read_run
 from fedprophet.runs.play import play
 from fedprophet.runs.run import start
 
@@ -144,7 +144,7 @@ def test_a_run_that_is_not_finished(write_run):
     assert (run.finished, run.rounds, run.version) == (False, 3, None)
     assert run.last == Reached(3, 0.25, 0.125)
     assert run.time == SimulatedTime(5, 14, 12), "the torn line does not count"
-    assert run.accuracies == {"personalised": {}, "global": {}}
+    assert run.accuracies == {kind: {} for kind in KINDS}
 
 
 def test_a_run_before_its_first_round(write_run):

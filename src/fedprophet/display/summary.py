@@ -17,6 +17,7 @@ from fedprophet.sizes import format_size
 
 MEASURED_ON = {
     "personalised": "on each client's own held-out data",
+    "uncalibrated": "as personalised, without the client's label frequencies",
     "global": "the exported model on the test set",
 }
 
@@ -44,7 +45,7 @@ def accuracy_page(results: Mapping[str, Any], remarks: Iterable[str] = ()) -> Pa
     rows = tuple(
         (part, attack_label(name), cell["accuracy"] if cell["samples"] else None, cell, cell["samples"])
         for part in MEASURED_ON
-        for name, cell in results[part].items()
+        for name, cell in results.get(part, {}).items()
     )
     table = Table("Accuracy of the trained model", columns, rows, labels=2)
     return Page("Results", (table,), notes=(*_measured_with(results), *remarks), wrap_notes=True)
@@ -72,6 +73,8 @@ def _measured_with(results: Mapping[str, Any]) -> Iterator[str]:
     public = results.get("public_samples", 0)
     left_out = {"global": f" without the {public} samples of the public set" if public else ""}
     for part, text in MEASURED_ON.items():
+        if part not in results:
+            continue
         layers = results.get("norm_layers", {}).get(part)
         yield f"{part}: {text}{left_out.get(part, '')}" + (f"; norm layers: {layers}" if layers else "")
     if "starting_weights" in results:

@@ -18,8 +18,9 @@ from fedprophet.runs.summary import fault_count, moved_bytes, simulated_seconds,
 from fedprophet.server.coordinator import Record
 from fedprophet.storage.files import how_to_resume, is_deployed
 
-Kind = Literal["personalised", "global"]
-KINDS: tuple[Kind, ...] = ("personalised", "global")
+Kind = Literal["personalised", "uncalibrated", "global"]
+KINDS: tuple[Kind, ...] = ("personalised", "uncalibrated", "global")
+"""What an accuracy is of: the clients; if they calibrate their scores, the clients without that; the exported model."""
 EVALUATION = "evaluation.json"
 """What `fedprophet evaluate` has measured, besides the run's own summary."""
 DEPLOYED = "Flower, real devices"
@@ -151,10 +152,11 @@ class _Faults:
 class _Measurements:
     personalised: dict[str, MeasuredAccuracy]
     whole: Annotated[dict[str, MeasuredAccuracy], Field(validation_alias="global")]
+    uncalibrated: dict[str, MeasuredAccuracy] = field(default_factory=dict, kw_only=True)
 
     def of(self, kind: Kind) -> dict[str, MeasuredAccuracy]:
         """Return the accuracies of a kind; one over no samples does not count."""
-        cells = self.personalised if kind == "personalised" else self.whole
+        cells = {"personalised": self.personalised, "uncalibrated": self.uncalibrated, "global": self.whole}[kind]
         return {name: cell for name, cell in cells.items() if cell.samples}
 
 

@@ -96,9 +96,11 @@ def _accuracy_table(setting: Setting) -> Table:
     steps = {run.config.evaluate.steps for run in setting.runs}
     # Where rows were attacked with different numbers of steps, a note says so.
     names = {"clean": "clean", "pgd": f"PGD-{steps.pop()}" if len(steps) == 1 else "PGD", "aa": "AA"}
-    columns = [Column(name, kind.capitalize(), _accuracy_text) for kind in KINDS for name in names.values()]
+    calibrated = any(row.accuracy("uncalibrated", name) for row in setting.rows for name in names)
+    kinds = [kind for kind in KINDS if calibrated or kind != "uncalibrated"]
+    columns = [Column(name, kind.capitalize(), _accuracy_text) for kind in kinds for name in names.values()]
     rows = (
-        (row.label, len(row.runs), *(row.accuracy(kind, name) for kind in KINDS for name in names))
+        (row.label, len(row.runs), *(row.accuracy(kind, name) for kind in kinds for name in names))
         for row in setting.rows
     )
     return Table("Accuracy of the trained model, in %", (METHOD, Column("Seeds"), *columns), tuple(rows))

@@ -140,7 +140,7 @@ def _write(run: Run, state: str, evaluation: RunEvaluation, samples: int | None)
             "radius": run.session.config.attack.radius,
             "state": state,
             **evaluation.conditions,
-            **{part: {**earlier[part], **new} for part, new in evaluation.accuracies.items()},
+            **{part: {**earlier.get(part, {}), **new} for part, new in evaluation.accuracies.items()},
             "warnings": [text for about in settings.values() for text in about["warnings"]],
             "settings": settings,
         }

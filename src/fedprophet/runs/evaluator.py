@@ -34,11 +34,15 @@ def threat_of(session: Session, name: str) -> tuple[str, ThreatModel | None]:
 
 @dataclass(frozen=True)
 class AttackResult:
-    """The answers for one attack, of the clients and for the parts of the test set; `inputs` says which ones count."""
+    """The answers for one attack, of the clients and for the parts of the test set; `inputs` says which ones count.
+
+    `uncalibrated` are those of the clients without their label frequencies, where they were trained with them.
+    """
 
     inputs: InputKind
     clients: Sequence[Evaluated]
     test: Sequence[Evaluated]
+    uncalibrated: Sequence[Evaluated] | None = None
 
 
 def evaluate(session: Session, state: MethodState, attacks: Sequence[str], engine: Engine) -> dict[str, dict[str, Any]]:
@@ -49,10 +53,16 @@ def evaluate(session: Session, state: MethodState, attacks: Sequence[str], engin
 def cells(results: Mapping[str, AttackResult]) -> dict[str, dict[str, Any]]:
     """Return the accuracies as they are written to files."""
     own = {name: personalised_estimate(found.clients, found.inputs) for name, found in results.items()}
+    without = {
+        name: personalised_estimate(found.uncalibrated, found.inputs)
+        for name, found in results.items()
+        if found.uncalibrated is not None
+    }
     whole = {name: pooled_estimate(found.test, found.inputs) for name, found in results.items()}
+    parts = {"personalised": own, **({"uncalibrated": without} if without else {}), "global": whole}
     return {
         part: {name: asdict(value) | {"interval": list(value.interval)} for name, value in estimates.items()}
-        for part, estimates in {"personalised": own, "global": whole}.items()
+        for part, estimates in parts.items()
     }
 
 
@@ -69,9 +79,9 @@ def conditions(session: Session) -> dict[str, Any]:
 class Evaluator:
     """Measures one state of a run.
 
-    Personalised: each client that `evaluate.clients` asks, on its own held-out part. Global: `whole`, the exported
-    model, on the test set, or as many samples of it as `evaluate.test_samples` says. `samples` limits both: N of the
-    test set, and ⌈N / K⌉ for each of K clients.
+    Personalised: each client that `evaluate.clients` asks, on its own held-out part; if clients calibrate their scores,
+    also without that. Global: `whole`, the exported model, on the test set, or as many samples of it as
+    `evaluate.test_samples` says. `samples` limits both: N of the test set, and ⌈N / K⌉ for each of K clients.
     """
 
     session: Session
@@ -100,10 +110,15 @@ class Evaluator:
             attack, threat = threat_of(self.session, name)
             test = self.over_test_set(attack, threat, self.test_samples, f"{name}, test set")
             own = self._over_clients(attack, threat, f"{name}, clients") if clients else ()
-            results[name] = AttackResult("clean" if threat is None else "adversarial", own, test)
+            without = None
+            if clients and self.session.config.train.calibration != "none":
+                without = self._over_clients(attack, threat, f"{name}, clients, uncalibrated", calibrated=False)
+            results[name] = AttackResult("clean" if threat is None else "adversarial", own, test, without)
         return results
 
-    def _over_clients(self, attack: str, threat: ThreatModel | None, what: str) -> list[Evaluated]:
+    def _over_clients(
+        self, attack: str, threat: ThreatModel | None, what: str, calibrated: bool = True
+    ) -> list[Evaluated]:
         session, state = self.session, self.state
         clients = session.world.clients.sample(session.config.evaluate.clients, state.round, "evaluate")
         samples = None if self.samples is None else -(-self.samples // len(clients))
@@ -113,6 +128,7 @@ class Evaluator:
             some = clients[start : start + CLIENTS_TOGETHER]
             tasks = [session.method.evaluation_task(state, client, threat) for client in some]
             tasks = [replace(task, attack=attack, samples=samples) for task in tasks]
+            tasks = tasks if calibrated else [replace(task, calibration=0.0) for task in tasks]
             for answer in in_order(tasks, self.engine, Evaluated):
                 answers.append(answer)
                 self.watch(what, len(answers), len(clients))
