@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def digest(parameters: Mapping[str, Tensor]) -> str:
-    """Return the hash of names, shapes, types and bytes. Of a module it is taken of what is shared, not of own layers."""
+    """Return the hash of names, shapes, types and bytes. A module's is that of what is shared, not of own layers."""
     hasher = hashlib.blake2b(digest_size=16)
     for name in sorted(parameters):
         tensor = parameters[name].detach().cpu().contiguous()
