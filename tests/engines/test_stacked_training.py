@@ -49,6 +49,23 @@ def test_gradients_of_heads_that_are_summed(cascade, stacked, assert_same_traini
     assert not torch.allclose(next(iter(fresh)).parameters["heads.0.weight"], summed[0].parameters["heads.0.weight"])
 
 
+def test_steps_that_are_drawn_back(cascade, stacked, assert_same_training, plans):
+    """To where each round began, the heads of all exits as well; a client's own norm layers go where they will."""
+    session, state = cascade.session, replace(cascade.states[2], stage=0, perturbation=None)
+    engine = stacked(session)
+    for number in (9, 10):
+        tasks = [session.method._train_task(replace(state, round=number), k, k % 3) for k in range(6)]
+        training = replace(tasks[0].training, iterations=4, proximal=3.0)
+        drawn = assert_same_training(session, [replace(t, threat=None, training=training) for t in tasks], engine)
+    assert any(len(plan.ladder.exits) > 1 for plan in plans)
+    free = engine.map([replace(task, threat=None, training=replace(training, proximal=0.0)) for task in tasks])
+    lengths = []
+    for updates in (drawn, list(free)):
+        moved = [value - tasks[u.client].parameters[n] for u in updates for n, value in u.parameters.items()]
+        lengths.append(sum(float(each.square().sum()) for each in moved))
+    assert lengths[0] < 0.7 * lengths[1]
+
+
 def test_clients_that_train_ahead_are_carried_out_with_the_others(cascade, assert_same_training, plans):
     """Modules m … M_k differ from client to client (Section 6.3); all of them are one ladder."""
     session = cascade.session
