@@ -209,8 +209,12 @@ def test_dropout_is_drawn_by_the_clients_seed(make_case):
     assert not torch.equal(first[name][1], third[name][1])
 
 
-def test_without_dropout_a_vgg_trains_as_plainly(make_case):
+@pytest.mark.parametrize("calibrated", [False, True], ids=["plain", "calibrated"])
+def test_without_dropout_a_vgg_trains_as_plainly(make_case, calibrated):
+    """It has three dense layers."""
     case = _dropping(make_case, 0.0)
+    if calibrated:
+        case.calibrate()
     hyper = replace(HYPER, batch=4, iterations=2)
     before = case.parameters()
     losses, found = trained_stacked(case, Kernels(), hyper)
