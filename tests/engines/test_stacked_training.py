@@ -100,10 +100,10 @@ def test_calibrated_and_other_tasks_are_groups_of_their_own(session_of, joint, a
 
 def test_steps_that_are_drawn_back(cascade, stacked, assert_same_training, plans):
     """To where each round began, the heads of all exits as well; a client's own norm layers go where they will."""
-    session, state = cascade.session, replace(cascade.states[2], stage=0, perturbation=None)
-    engine = stacked(session)
-    for number in (9, 10):
-        tasks = [session.method._train_task(replace(state, round=number), k, k % 3) for k in range(6)]
+    session, engine = cascade.session, stacked(cascade.session)
+    for number, start in ((9, cascade.states[2]), (10, cascade.states[0])):
+        state = replace(start, stage=0, perturbation=None, round=number, stage_round=1)
+        tasks = [session.method._train_task(state, k, k % 3) for k in range(6)]
         training = replace(tasks[0].training, iterations=4, proximal=3.0)
         drawn = assert_same_training(session, [replace(t, threat=None, training=training) for t in tasks], engine)
     assert any(len(plan.ladder.exits) > 1 for plan in plans)
