@@ -73,6 +73,46 @@ def test_rounds_without_an_attack_equal_the_plain_engines(sessions, method, mode
 
 
 @needs_gpu
+@pytest.mark.parametrize("method", ["jfat", "fedprophet", "heterofl"])
+def test_rounds_with_shared_layers_calibration_and_a_proximal_term(sessions, method, close):
+    """Statistics are fixed in the second round; every client of a ladder has its own label frequencies."""
+    changes = {"method": method, "norm.layers": "frozen", "norm.frozen_after": 1, "memory.budget": "50%"}
+    changes |= {
+        "train.calibration": "labels",
+        "train.proximal": 0.5,
+        "train.iterations": 1 if method == "heterofl" else 3,
+    }
+    (plain, expected), (fast, found) = (play(session, 2) for session in sessions(changes))
+    for one, other in zip(expected, found, strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-5)
+        assert other["clean"] == pytest.approx(one["clean"], abs=0.005)
+    assert "features.1.running_mean" in plain.model
+    for name in plain.model:
+        assert close(fast.model[name].float(), plain.model[name].float()), name
+
+
+@needs_gpu
+def test_fixed_statistics_and_label_frequencies_of_other_clients_in_a_used_plan(sessions, joint, close):
+    """Often enough that graphs are used: the second group has other priors, anchors and statistics in the same plan."""
+    plain, fast = sessions({"method": "jfat", "norm.layers": "shared", "shards.kind": "iid", "population.clients": 10})
+    for number, clients in ((1, (0, 1, 2)), (2, (3, 4, 5))):
+        tasks = joint(plain, number, clients, threat=None, calibration=0.5)
+        given = tasks[0].parameters.items()
+        parameters = {name: value + 0.01 * number if value.is_floating_point() else value for name, value in given}
+        training = replace(tasks[0].training, iterations=4, learning_rate=0.01, proximal=1.0, fixed_statistics=True)
+        tasks = [replace(task, parameters=parameters, training=training) for task in tasks]
+        expected, found = ({u.client: u for u in session.engine.map(tasks)} for session in (plain, fast))
+        for client, update in expected.items():
+            assert found[client].loss == pytest.approx(update.loss, rel=1e-5)
+            assert set(found[client].parameters) == set(update.parameters)
+            for name, value in update.parameters.items():
+                mine = found[client].parameters[name]
+                assert mine.dtype == value.dtype
+                assert close(mine.float(), value.float()), name
+    assert len(fast.engine._plans) == 1
+
+
+@needs_gpu
 def test_batches_of_two_sizes(sessions, joint, close):
     plain, fast = sessions({"method": "jfat", "train.batch": 80, "train.iterations": 7})
     tasks = [replace(task, threat=None, wants_local=True) for task in joint(plain, 2, range(6))]

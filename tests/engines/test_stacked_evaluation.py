@@ -22,6 +22,21 @@ def test_evaluation(learned, kernels, stacked, evaluations, assert_same_evaluati
     assert_same_evaluation(session, evaluations(session, state, range(6), None), stacked(session, kernels=kernels))
 
 
+@pytest.mark.parametrize("at", ["classifier", "head"])
+def test_calibrated_evaluation(learned, cascade, at, stacked, evaluations, assert_same_evaluation, paired):
+    """Beside the server's own test set, which nothing is added for."""
+    played = learned if at == "classifier" else cascade
+    session = played.session
+    state = played.states[-1] if at == "classifier" else [s for s in played.states if s.stage == 1][-1]
+    threat = ThreatModel("linf", 0.05, 0.02, 5, (0.0, 1.0))
+    plain = evaluations(session, state, (*range(6), SERVER), threat)
+    tasks = [replace(task, calibration=0.0 if task.client == SERVER else 0.1) for task in plain]
+    assert_same_evaluation(session, tasks)
+    pairs = paired(stacked(session).map(tasks), stacked(session).map(plain))
+    assert sum(one.clean != other.clean for one, other in pairs) > 1
+    assert all(one == other for one, other in pairs if one.client == SERVER)
+
+
 def test_the_device_works_on_some_clients_while_others_are_prepared(
     learned, monkeypatch, stacked, evaluations, assert_same_evaluation
 ):

@@ -43,6 +43,20 @@ def test_sub_networks_of_any_width(
     assert sorted(plan.ladder.clients for plan in plans) == groups
 
 
+@pytest.mark.parametrize("changes", [{"proximal": 5.0}, {"proximal": 5.0, "fixed_statistics": True}], ids=str)
+@pytest.mark.parametrize("model", ["vgg-small", "resnet10"])
+def test_sub_networks_that_are_drawn_back(session_of, model, changes, stacked, partial_tasks, assert_same_training):
+    """What a stack holds is multiplied by a client's factor s, and so is what it is drawn back to: s · μ (w − w₀)."""
+    session = session_of({"method": "heterofl", **EVEN, "model.name": model, "model.options": {"width": 8}})
+    engine = stacked(session)
+    for number, widths in enumerate(((0.3, 1.0, 0.6), (1.0, 0.6, 0.3)), start=1):
+        tasks = partial_tasks(session, widths, number, threat=None, calibration=1.0)
+        training = replace(tasks[0].training, iterations=2, learning_rate=0.02, **changes)
+        tasks = [replace(task, training=training) for task in tasks]
+        assert any(stacked(session)._job(task).factors for task in tasks)
+        assert_same_training(session, tasks, engine, noise=1e-5)
+
+
 def test_sub_networks_beside_whole_ones(session_of, joint, partial_tasks, assert_same_training):
     """A task that names no channels trains the model itself, in a group of its own."""
     session = session_of({"method": "heterofl", **EVEN})

@@ -49,6 +49,72 @@ def test_gradients_of_heads_that_are_summed(cascade, stacked, assert_same_traini
     assert not torch.allclose(next(iter(fresh)).parameters["heads.0.weight"], summed[0].parameters["heads.0.weight"])
 
 
+def test_calibrated_training(cascade, stacked, assert_same_training, plans):
+    """Clients of a ladder, each with its own label frequencies at its own exit."""
+    session, state = cascade.session, replace(cascade.states[2], stage=0, perturbation=None, round=9)
+    tasks = [replace(session.method._train_task(state, k, k % 3), threat=None, calibration=0.5) for k in range(6)]
+    engine = stacked(session)
+    losses = {update.client: update.loss for update in assert_same_training(session, tasks, engine)}
+    assert any(len(plan.ladder.exits) > 1 for plan in plans)
+    for update in engine.map([replace(task, calibration=0.0) for task in tasks]):
+        assert abs(update.loss - losses[update.client]) > 0.05
+
+
+def test_a_client_that_lacks_labels_is_calibrated(session_of, stacked, joint, assert_same_training):
+    session = session_of({"method": "jfat", "shards.iid_fraction": 0.0})
+    tasks = joint(session, clients=range(4), threat=None, calibration=0.5)
+    for task in tasks:
+        labels = session.population.client_data(task.client).train.labels
+        assert len(labels.unique()) < 10
+        prior = stacked(session)._job(task).prior
+        expected = [math.log((int((labels == y).sum()) + 0.5) / (len(labels) + 5)) for y in range(10)]
+        assert prior.tolist() == pytest.approx(expected, rel=1e-6)
+    assert_same_training(session, tasks)
+
+
+def test_a_kept_plan_takes_the_label_frequencies_of_other_clients(session_of, stacked, joint, same_tensors, plans):
+    session = session_of({"method": "jfat", "train.warmup": 0})
+    sizes = [len(session.population.client_data(client).train) for client in range(6)]
+    same = [client for client in range(6) if sizes[client] == max(sizes, key=sizes.count)]
+    half = len(same) // 2
+    assert half
+    engine, asked = stacked(session), []
+    for number, clients in enumerate((same[:half], same[half : 2 * half]), start=1):
+        asked = joint(session, number, clients=clients, calibration=1.0)
+        found = {update.client: update for update in engine.map(asked)}
+    assert len(plans) == 1
+    for update in stacked(session).map(asked):
+        assert same_tensors(update.parameters, found[update.client].parameters)
+        assert update.loss == found[update.client].loss
+
+
+def test_calibrated_and_other_tasks_are_groups_of_their_own(session_of, joint, assert_same_training, plans):
+    session = session_of({"method": "jfat", "shards.kind": "iid", "population.clients": 10})
+    tasks = joint(session, clients=range(6), threat=None)
+    assert len({len(session.population.client_data(task.client).train) for task in tasks}) == 1
+    # However many samples are counted beside a client's own, its row is its own.
+    smoothing = (0.0, 1.0, 0.1, 0.0, 5.0, 1.0)
+    assert_same_training(session, [replace(t, calibration=s) for t, s in zip(tasks, smoothing, strict=True)])
+    assert sorted((plan.calibrated, plan.ladder.clients) for plan in plans) == [(False, 2), (True, 4)]
+
+
+def test_steps_that_are_drawn_back(cascade, stacked, assert_same_training, plans):
+    """To where each round began, the heads of all exits as well; a client's own norm layers go where they will."""
+    session, engine = cascade.session, stacked(cascade.session)
+    for number, start in ((9, cascade.states[2]), (10, cascade.states[0])):
+        state = replace(start, stage=0, perturbation=None, round=number, stage_round=1)
+        tasks = [session.method._train_task(state, k, k % 3) for k in range(6)]
+        training = replace(tasks[0].training, iterations=4, proximal=3.0)
+        drawn = assert_same_training(session, [replace(t, threat=None, training=training) for t in tasks], engine)
+    assert any(len(plan.ladder.exits) > 1 for plan in plans)
+    free = engine.map([replace(task, threat=None, training=replace(training, proximal=0.0)) for task in tasks])
+    lengths = []
+    for updates in (drawn, list(free)):
+        moved = [value - tasks[u.client].parameters[n] for u in updates for n, value in u.parameters.items()]
+        lengths.append(sum(float(each.square().sum()) for each in moved))
+    assert lengths[0] < 0.7 * lengths[1]
+
+
 def test_clients_that_train_ahead_are_carried_out_with_the_others(cascade, assert_same_training, plans):
     """Modules m … M_k differ from client to client (Section 6.3); all of them are one ladder."""
     session = cascade.session
@@ -207,9 +273,10 @@ def test_two_sets_of_statistics_follow_clean_and_attacked_batches(
 
 
 @pytest.mark.usefixtures("same_starts")
-def test_attacks_in_training_find_losses_as_high(learned, stacked, paired):
+@pytest.mark.parametrize("calibration", [0.0, 0.1])
+def test_attacks_in_training_find_losses_as_high(learned, stacked, paired, calibration):
     session, state = learned.session, replace(learned.states[-1], round=9)
-    tasks = [session.method.train_task(state, client) for client in range(6)]
+    tasks = [replace(session.method.train_task(state, k), calibration=calibration) for k in range(6)]
     hyper = replace(tasks[0].training, iterations=4, learning_rate=1e-9)
     threat = ThreatModel("linf", 0.1, 0.04, 5, (0.0, 1.0))
     tasks = [replace(task, training=hyper, threat=threat) for task in tasks]
@@ -218,4 +285,18 @@ def test_attacks_in_training_find_losses_as_high(learned, stacked, paired):
     raised = [mine.loss - floor for (mine, _), floor in zip(pairs, clean, strict=True)]
     expected = [theirs.loss - floor for (_, theirs), floor in zip(pairs, clean, strict=True)]
     assert min(expected) > 0.2
+    assert raised == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.usefixtures("same_starts")
+def test_calibrated_attacks_at_the_exits_of_a_ladder(cascade, stacked, paired):
+    """Heads have a kernel of their own for the attack's gradient."""
+    session, state = cascade.session, replace(cascade.states[-1], stage=0, perturbation=None, round=9)
+    tasks = [replace(session.method._train_task(state, k, k % 3), calibration=0.1) for k in range(6)]
+    hyper = replace(tasks[0].training, iterations=4, learning_rate=1e-9)
+    tasks = [replace(t, training=hyper, threat=ThreatModel("linf", 0.2, 0.05, 5, (0.0, 1.0))) for t in tasks]
+    clean = [u.loss for u in session.engine.map([replace(task, threat=None) for task in tasks])]
+    pairs = paired(stacked(session).map(tasks), session.engine.map(tasks))
+    raised, expected = ([u.loss - c for u, c in zip(side, clean, strict=True)] for side in zip(*pairs, strict=True))
+    assert min(expected) > 0.01
     assert raised == pytest.approx(expected, rel=0.02)

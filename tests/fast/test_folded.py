@@ -62,14 +62,28 @@ def test_scores_and_features(case, kernels, distance):
                 assert not features[client, ..., channels:].any()  # padding stays zero
 
 
-def test_loss_gradients(case, kernels, distance):
-    found = gradient(folded(case, kernels), case.stacked, case.targets, MU)
+@pytest.mark.parametrize("calibrated", [False, True], ids=["plain", "calibrated"])
+def test_loss_gradients(case, kernels, distance, calibrated):
+    network = folded(case, kernels)
+    network.prior = case.calibrate() if calibrated else None
+    found = gradient(network, case.stacked, case.targets, MU)
     for client, segment in enumerate(case.segments):
         x = case.x[client].clone().requires_grad_()
         with segment.mode(training=False):
             loss = segment.losses(x, case.labels[client], MU).sum()
         (expected,) = torch.autograd.grad(loss, x)
         assert distance(found[client].permute(0, 3, 1, 2), expected) < 1e-5
+
+
+def test_calibrated_scores(case, kernels, distance):
+    network = folded(case, kernels)
+    z = network.prepare(case.stacked)
+    plain, network.prior = network.scores(z), case.calibrate()
+    found = network.scores(z)
+    assert not torch.equal(plain.argmax(dim=2), found.argmax(dim=2))
+    for client, segment in enumerate(case.segments):
+        with torch.no_grad(), segment.mode(training=False):
+            assert distance(found[client], segment.logits(case.x[client])) < 1e-5
 
 
 def test_the_strong_convexity_term_counts_behind_a_head_alone(make_case, distance):

@@ -32,6 +32,8 @@ SIZES = [
     pytest.param((1, 1, 56, 64, 64), id="3136-rows"),
 ]
 HYPER = LocalTraining(iterations=2, batch=3, learning_rate=0.05, momentum=0.9, weight_decay=0.01, strong_convexity=0.02)
+FIXED = {"fixed_statistics": True, "learning_rate": 0.002}
+"""Nothing holds activations back where the batch does not, so that a step is shorter."""
 
 
 @pytest.fixture(params=TOLERANCE, ids=["float32", "bf16"])
@@ -165,13 +167,16 @@ def test_averages(triton, size, dtype, parts):
         assert error(out, plain.average_gradient(gradient, x, parts, weight, masked)) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("wide", [False, True], ids=["bias-like-weights", "bias-in-float32"])
 @pytest.mark.parametrize("classes", [2, 10, 257])
-def test_the_gradient_at_a_head(triton, size, dtype, classes):
+def test_the_gradient_at_a_head(triton, size, dtype, classes, wide):
+    """A calibrated head's bias is in float32, whatever its weights are in."""
     clients, samples, _, _, channels = size
     x, weight = images(size, channels, dtype, seed=5), draw(clients, channels, classes, seed=6, dtype=dtype)
-    bias = draw(clients, classes, seed=7, dtype=dtype)
+    bias = 5 * draw(clients, classes, seed=7) if wide else draw(clients, classes, seed=7, dtype=dtype)
     targets = torch.eye(classes)[torch.arange(clients * samples).view(clients, samples) % classes]
-    one, two, three = on_gpu(dtype, x, weight, bias)
+    one, two = on_gpu(dtype, x, weight)
+    three = bias.to(GPU, torch.float32 if wide else dtype)
     for weighted, masked in ((0.0, False), (0.3, True)):
         out = torch.empty_like(one)
         assert triton.head_gradient(one, two, three, targets.to(GPU), weighted, masked, out) is out
@@ -373,8 +378,12 @@ def case(request, make_case):
     return make_case(**request.param)
 
 
-def test_networks_in_evaluation_mode(case, triton):
+@pytest.mark.parametrize("calibrated", [False, True], ids=["plain", "calibrated"])
+def test_networks_in_evaluation_mode(case, triton, calibrated):
     reference, network = (FoldedStack(case.ladder, kernels, torch.float32) for kernels in (Kernels(), triton))
+    if calibrated:
+        reference.prior = case.calibrate()
+        network.prior = reference.prior.to(GPU)
     reference.fold(case.stacks())
     network.fold({name: value.to(GPU) for name, value in case.stacks(triton.multiple).items()})
     x, z = network.prepare(case.stacked.to(GPU)), reference.prepare(case.stacked)
@@ -385,13 +394,18 @@ def test_networks_in_evaluation_mode(case, triton):
     assert error(found, expected) < 1e-4
 
 
-def test_steps_of_training(case, triton):
+@pytest.mark.parametrize("calibrated", [False, True], ids=["plain", "calibrated"])
+@pytest.mark.parametrize("changes", [{}, {"proximal": 2.0}, FIXED, {"proximal": 2.0, **FIXED}], ids=str)
+def test_steps_of_training(case, triton, changes, calibrated):
     # Rounding decides what a ReLU at zero lets through; a deeper network enlarges that in its next step.
     steps = 2 if len(case.program.blocks) < 5 else 1
-    trainings = []
+    hyper, prior, trainings = replace(HYPER, **changes), case.calibrate(), []
     for kernels, device in ((Kernels(), CPU), (triton, GPU)):
         stacks = {name: value.to(device) for name, value in case.stacks(kernels.multiple).items()}
-        training = TrainingStack(case.ladder, kernels, torch.float32, stacks, HYPER)
+        training = TrainingStack(case.ladder, kernels, torch.float32, stacks, hyper)
+        training.prior = prior.to(device) if calibrated else None
+        anchored = training.layout.parameters() if hyper.proximal else ()
+        training.anchors = {name: stacks[name].clone() for name in anchored}
         for _ in range(steps):
             z = training.prepare(case.stacked.to(device))
             training.step(z, case.targets.to(device), Draws(torch.device(device)))
@@ -415,9 +429,9 @@ def backend(triton, captures: bool, compute: torch.dtype = torch.float32) -> Bac
 THREAT = ThreatModel("linf", 0.1, 0.04, 3, (0.0, 1.0))
 
 
-def play(plan: TrainingPlan, case, threat=THREAT, hyper=HYPER):
+def play(plan: TrainingPlan, case, threat=THREAT, hyper=HYPER, prior=None):
     data = [(x.to(GPU), labels.to(GPU)) for x, labels in zip(case.stacked, case.labels, strict=True)]
-    plan.load(case.parameters(), data, hyper, threat)
+    plan.load(case.parameters(), data, hyper, threat, prior=prior)
     clients, samples = case.labels.shape
     half = samples // 2 + 1
     order = torch.stack([torch.randperm(samples, generator=torch.Generator().manual_seed(k)) for k in range(clients)])
@@ -427,8 +441,10 @@ def play(plan: TrainingPlan, case, threat=THREAT, hyper=HYPER):
     return [{name: value.cpu() for name, value in own.items()} for own in tensors], losses, sound
 
 
-def training_plan(triton, case, captures: bool) -> TrainingPlan:
-    return TrainingPlan(case.ladder, backend(triton, captures), case.labels.shape[1], HYPER, THREAT)
+def training_plan(triton, case, captures: bool, hyper=HYPER, calibrated: bool = False) -> TrainingPlan:
+    anchored = ("features.0.weight", "features.0.bias") if hyper.proximal else ()
+    new = {"calibrated": calibrated, "anchored": anchored}
+    return TrainingPlan(case.ladder, backend(triton, captures), case.labels.shape[1], hyper, THREAT, **new)
 
 
 def assert_equal_results(one, other) -> None:
@@ -452,6 +468,23 @@ def test_a_captured_plan_does_what_it_does_uncaptured(make_case, triton, options
         hyper = replace(HYPER, learning_rate=rate)
         found, expected = (play(each, case, threat, hyper) for each in (plan, direct))
         assert_equal_results(found, expected)
+    assert found[2] == [True] * 3
+    assert all(piece.graph is not None for iteration in plan._iterations.values() for piece in iteration.pieces)
+
+
+@pytest.mark.parametrize("span", [(0, None, None), (0, 4, 0)], ids=["whole", "first-module"])
+def test_a_captured_plan_reads_priors_anchors_and_statistics_anew(make_case, triton, span):
+    """A graph reads fixed memory: what a round brings must be there, and nothing of the last one."""
+    case, other = (make_case(clients=3, span=span, samples=samples) for samples in (5, 5))
+    other.segments.reverse()
+    hyper = replace(HYPER, proximal=1.0, **FIXED)
+    plan, direct = (training_plan(triton, case, captures, hyper, calibrated=True) for captures in (True, False))
+    prior = case.calibrate().to(GPU)
+    for each, own in ((case, prior), (other, prior.flip(0)), (case, prior.flip(0))):
+        found, expected = (play(one, each, hyper=hyper, prior=own) for one in (plan, direct))
+        assert_equal_results(found, expected)
+        fresh = play(training_plan(triton, case, False, hyper, calibrated=True), each, hyper=hyper, prior=own)
+        assert_equal_results(found, fresh)
     assert found[2] == [True] * 3
     assert all(piece.graph is not None for iteration in plan._iterations.values() for piece in iteration.pieces)
 

@@ -34,6 +34,11 @@ def trained_stacked(case, kernels, hyper: LocalTraining, seeds=None):
     """Train the same on a stack, on the plain trainer's batches; return its losses and tensors."""
     clients, samples = case.labels.shape
     training = TrainingStack(case.ladder, kernels, torch.float32, case.stacks(kernels.multiple), hyper)
+    if case.segments[0].prior is not None:
+        training.prior = torch.stack([segment.prior for segment in case.segments])
+    if hyper.proximal:
+        names = {name for segment in case.segments for name in segment.chain.shared(segment.first, segment.last)}
+        training.anchors = {n: v.clone() for n, v in training.stacks.items() if n in names or n.startswith("heads.")}
     training.reset(hyper.learning_rate)
     rows = torch.arange(clients).unsqueeze(1)
     drawn = [list(batches(samples, hyper.batch, hyper.iterations, task_of(k))) for k in range(clients)]
@@ -92,6 +97,40 @@ def test_steps_of_other_settings(make_case, changes):
 
 def test_steps_equal_the_plain_trainers(case, kernels):
     check_steps(case, kernels)
+
+
+def test_calibrated_steps_equal_the_plain_trainers(case, kernels):
+    case.calibrate()
+    check_steps(case, kernels)
+
+
+def test_steps_with_statistics_that_are_fixed(case, kernels):
+    """Also the gradient of a convolution's bias, which no mean of a batch takes away again."""
+    before = case.parameters()
+    hyper = replace(HYPER, learning_rate=0.002, weight_decay=0.0, strong_convexity=1e-4, fixed_statistics=True)
+    losses, found = trained_stacked(case, kernels, hyper)
+    assert losses == pytest.approx(trained_plainly(case, hyper), rel=1e-5)
+    to_value, to_move = errors(case, before, found)
+    assert to_value < 2e-5
+    assert to_move < 5e-4
+    for name in found:
+        assert torch.equal(found[name][0], before[0][name]) is ("running" in name), name
+
+
+def test_steps_that_are_drawn_back(case, kernels):
+    """Only what the server sent is: not the norm layers of these chains, which are the clients' own."""
+    check_steps(case, kernels, proximal=2.0, summed_heads=True)
+    check_steps(case, kernels, proximal=2.0, momentum=0.0, weight_decay=0.0, iterations=2)
+
+
+def test_steps_that_are_drawn_back_by_hand(make_case):
+    """A convolution's bias has no gradient, so that two steps from w end where decay and μ (w − w₀) take it."""
+    case = make_case(span=(0, 2, 0))
+    start = case.parameters()[0]["features.0.bias"]
+    hyper = replace(HYPER, iterations=2, learning_rate=0.5, momentum=0.0, weight_decay=0.1, proximal=0.4)
+    _, found = trained_stacked(case, Kernels(), hyper)
+    once = 0.95 * start  # w − 0.5 · 0.1 w
+    torch.testing.assert_close(found["features.0.bias"][0], 0.95 * once - 0.5 * 0.4 * (once - start))
 
 
 def check_steps(case, kernels, **changes):
@@ -170,8 +209,12 @@ def test_dropout_is_drawn_by_the_clients_seed(make_case):
     assert not torch.equal(first[name][1], third[name][1])
 
 
-def test_without_dropout_a_vgg_trains_as_plainly(make_case):
+@pytest.mark.parametrize("calibrated", [False, True], ids=["plain", "calibrated"])
+def test_without_dropout_a_vgg_trains_as_plainly(make_case, calibrated):
+    """It has three dense layers."""
     case = _dropping(make_case, 0.0)
+    if calibrated:
+        case.calibrate()
     hyper = replace(HYPER, batch=4, iterations=2)
     before = case.parameters()
     losses, found = trained_stacked(case, Kernels(), hyper)

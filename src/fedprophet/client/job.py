@@ -138,9 +138,10 @@ class Job(Generic[T_co]):
         return {"round": task.round, "client": task.client, "number": task.number, "weight": self.client.weight}
 
     def store(self, layers: Mapping[str, Tensor]) -> None:
-        """Make layers the client's own, beside those it has."""
+        """Make layers the client's own, beside those it has; where there are none, nothing is kept."""
         task = self.task
-        self.layers.put(task.architecture, task.client, task.round, {**self.own, **layers}, task.timeline)
+        if layers:
+            self.layers.put(task.architecture, task.client, task.round, {**self.own, **layers}, task.timeline)
 
     def trained(
         self: "Job[Train]", loss: float, parameters: Mapping[str, Tensor], local: Mapping[str, Tensor], finite: bool

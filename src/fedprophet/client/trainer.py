@@ -32,18 +32,18 @@ def train(
 ) -> float:
     """Train the part in place on its inputs (images, or cached z_{m−1}); return the mean loss of the iterations.
 
-    `observe` is shown every clean batch before it is attacked. Dropout draws from torch's global generator, which the
-    caller puts back.
+    `observe` is shown every clean batch before it is attacked, unless statistics are fixed. Dropout draws from torch's
+    global generator, which the caller puts back.
     """
-    strong_convexity = task.training.strong_convexity
+    strong_convexity, fixed = task.training.strong_convexity, task.training.fixed_statistics
 
     def loss_of(iteration: int, batch: Tensor) -> Tensor:
-        if observe is not None:
+        if observe is not None and not fixed:
             observe(part, inputs[batch])
         x = perturb(task, part, inputs[batch], labels[batch], iteration)
         # A batch of one sample has no batch statistics: its norm layers stay in evaluation mode.
         seed_global(key(task.seed, "dropout", task.round, task.client, iteration))
-        with part.mode(training=len(batch) > 1), part.fixed_statistics(task.training.fixed_statistics):
+        with part.mode(training=len(batch) > 1), part.fixed_statistics(fixed):
             return part.losses(x, labels[batch], strong_convexity).mean()
 
     return descend(task, part, len(labels), loss_of)

@@ -109,7 +109,8 @@ class StackedEngine:
         hyper, threat = replace(training, learning_rate=0.0), _constant(first.threat)
         # A plan knows which parameters have factors, not their values, so that it serves the next round as well.
         scaled = scalable(first.workspace.channels, ladder) if first.kept_channels else ()
-        anchored = tuple(name for job in jobs[:1] for name in job.anchored if name in ladder.spans)
+        # Each exit has a head of its own.
+        anchored = tuple(dict.fromkeys(name for job in jobs for name in job.anchored if name in ladder.spans))
         flags = first.two_statistics, first.is_calibrated
         kind = ladder, self._backend, first.samples, hyper, threat, scaled, *flags, anchored
         plan = self._plan(kind, lambda: TrainingPlan(*kind))
@@ -121,10 +122,10 @@ class StackedEngine:
         trained = [job.cut_out(tensors) for job, tensors in zip(jobs, stacks, strict=True)]
         layers = to_host([job.local_of(tensors) for job, tensors in zip(jobs, trained, strict=True)])
         for job, tensors, own, loss, finite in zip(jobs, trained, layers, losses, sound, strict=True):
-            everything = {**tensors, **job.counters()}
-            counted = {**own, **job.local_of(job.counters())}
-            shared = {name: value for name, value in everything.items() if name not in counted}
-            yield job.trained(loss, shared, counted, finite)
+            counters = job.counters()
+            local = {**own, **job.local_of(counters)}
+            shared = {name: value for name, value in {**tensors, **counters}.items() if name not in local}
+            yield job.trained(loss, shared, local, finite)
 
     def _evaluate(self, jobs: Sequence[StackJob[Evaluate]]) -> Iterator[Answer]:
         images, labels = zip(*map(self._inputs.held_out, jobs), strict=True)
