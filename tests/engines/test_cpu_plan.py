@@ -132,14 +132,16 @@ def test_its_attack_finds_losses_as_high(sides, threat):
     assert losses[1] == pytest.approx(losses[0], rel=0.01)
 
 
+@pytest.mark.parametrize("fixed", [False, True], ids=["", "fixed-statistics"])
 @pytest.mark.parametrize("sides", SOME, indirect=True)
-def test_a_step_on_a_given_batch_is_the_same(sides):
+def test_a_step_on_a_given_batch_is_the_same(sides, fixed):
     plain, fast, x, labels = sides
-    gradients = []
+    gradients, before = [], [tensor.clone() for tensor in _buffers(fast)]
     for workspace in (plain, fast):
+        workspace.chain.model.zero_grad()
         part = workspace.part(0, len(workspace.chain))
         torch.manual_seed(3)
-        with part.mode(training=True):
+        with part.mode(training=True), part.fixed_statistics(fixed):
             part.losses(part.take(x), labels, 0.0).mean().backward()
         gradients.append({n: t.grad for n, t in workspace.chain.tensors.items() if isinstance(t, nn.Parameter)})
     slow, quick = gradients
@@ -147,6 +149,8 @@ def test_a_step_on_a_given_batch_is_the_same(sides):
     whole = torch.cat([g.flatten() for g in slow.values()]).norm()
     assert all(float((quick[name] - slow[name]).norm()) <= 1e-4 * float(whole) for name in slow)
     assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(_buffers(plain), _buffers(fast), strict=True))
+    moved = not all(torch.equal(a, b) for a, b in zip(before, _buffers(fast), strict=True))
+    assert moved is (bool(before) and not fixed)
 
 
 def _buffers(workspace):

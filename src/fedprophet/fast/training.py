@@ -215,7 +215,8 @@ class TrainingStack(StackedNetwork):
         for name, total in self._summed.items():
             gradients[name] = total.add_(gradients[name])
         for name, anchor in self.anchors.items():
-            gradients[name] = gradients[name] + self.hyper.proximal * (self.stacks[name] - anchor)
+            # Not in place: a gradient may be memory that lasts.
+            gradients[name] = torch.add(gradients[name], self.stacks[name] - anchor, alpha=self.hyper.proximal)
         torch._fused_sgd_(
             [self.stacks[name] for name in names],
             [gradients[name].contiguous() for name in names],  # it reads memory, not strides
