@@ -53,6 +53,12 @@ def variances(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return {name: mean for name, mean in means.items() if mean in tensors}
 
 
+def hidden_norm_layers(chain: Chain) -> tuple[str, ...]:
+    """Return the norm layers that keep statistics and that the chain does not call as layers: their forward is traced."""
+    seen = set(norm_modules(chain).values())
+    return tuple(name for name, layer in statistics_layers(chain.model).items() if layer not in seen)
+
+
 def norm_modules(chain: Chain, first: int = 0, last: int | None = None) -> dict[str, nn.Module]:
     """Return the norm layers that keep statistics in a range of atoms, in the order they run, by their name."""
     layers = {layer: name for name, layer in statistics_layers(chain.model).items()}
