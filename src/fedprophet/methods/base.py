@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypedDict, TypeVar
 
 from fedprophet.messages.answers import Evaluated, Reported
@@ -152,6 +152,10 @@ class Method(ABC, Generic[S]):
     def exported_layers(self, local: Parameters) -> Parameters:
         """Return the layers of their own that clients may send for the exported model, as they are in the model."""
         return local
+
+    def with_layers(self, state: S, layers: Parameters) -> S:
+        """Return the state with other norm layers in its model, whose training is over."""
+        return replace(state, model={**state.model, **layers})
 
     def timeline(self, state: S) -> Timeline:
         """Return which versions of the clients' own layers count; a resume may go back as far as checkpoints do."""

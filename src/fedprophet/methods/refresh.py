@@ -39,7 +39,7 @@ def refresh_round(method: "Method[S]", state: S) -> Conversation[tuple[S, Record
     fresh = yield from renewed(world, template, record)
     whole, norms = {**template.parameters, **fresh}, norm_names(world.chain)
     if state.model.keys() >= set(norms):
-        return replace(state, model={**state.model, **named(whole, norms)}), record
+        return method.with_layers(state, named(whole, norms)), record
     return replace(state, norm_layers=named(whole, (*norms, *world.chain.local()))), record
 
 
