@@ -65,9 +65,7 @@ def make(plan, layers="local", samples=SAMPLES):
 
 def refresh(workspace, **changes):
     parameters = {name: workspace.chain.tensors[name].detach().clone() for name in workspace.chain.shared()}
-    task = Refresh(
-        round=ROUND, client=NUMBER, seed=SEED, last=len(workspace.chain), batch=BATCH, parameters=parameters
-    )
+    task = Refresh(round=ROUND, client=NUMBER, seed=SEED, last=len(workspace.chain), batch=BATCH, parameters=parameters)
     return replace(task, **changes)
 
 
@@ -167,7 +165,7 @@ def test_a_module_is_measured_behind_the_frozen_ones_as_they_are(plan):
 
 def test_statistics_that_no_longer_fit_do_not_matter_to_a_measurement_of_all_layers(plan):
     """Not even at the end of the samples: nine in batches of four leave no single one, which has no batch."""
-    workspace, model, client = make(plan, layers="shared")
+    workspace, _, client = make(plan, layers="shared")
     task = refresh(workspace)
     spoilt = {name: value * 1e6 for name, value in task.parameters.items() if name.endswith("running_mean")}
     found = [

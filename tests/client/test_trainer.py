@@ -219,7 +219,9 @@ def test_a_strong_proximal_term_holds_what_the_server_sent_and_nothing_else(laye
     network, chain = _normed()
     chain = share_norm_layers(chain, layers)
     part = ModelPart(chain, 0, len(chain), None)
-    assert ({id(p) for p in network[1].parameters()} <= {id(p) for p in part.shared_parameters()}) == (layers != "local")
+    assert ({id(p) for p in network[1].parameters()} <= {id(p) for p in part.shared_parameters()}) == (
+        layers != "local"
+    )
     hyper = LocalTraining(1, 8, 0.5, momentum=0.0, weight_decay=0.0, strong_convexity=0.0, proximal=2.0)
     x, labels = torch.rand(8, 3), torch.arange(8) % 2
     start = {name: p.detach().clone() for name, p in network.named_parameters()}

@@ -45,7 +45,9 @@ def test_every_method_runs_with_every_choice(method, layers, tiny, fleet, play_i
     for number in range(1, len(played.records) + 1):
         assert played.records[number - 1]["dropped"] == {}
         for task, update in zip(*played.of(number, "train"), strict=True):
-            own = set(session.world.family[task.architecture].chain.shared() if session.world.family else chain.shared())
+            own = set(
+                session.world.family[task.architecture].chain.shared() if session.world.family else chain.shared()
+            )
             assert {name for name in update.parameters if not name.startswith("heads.")} <= own
     for own in played.layers[-1].values():
         assert {name.removeprefix(ADVERSARIAL) for name in own} <= norms - sent
@@ -191,7 +193,10 @@ def test_statistics_of_sub_networks_are_pooled_channel_by_channel(rule, mean, va
         own = {**statistics, **counter, **affine}
         parameters = task.parameters if gathers else {**task.parameters, **own}
         usable.append(
-            (task, Trained(round=1, client=task.client, weight=q, loss=1.0, samples=1, parameters=parameters, local=own))
+            (
+                task,
+                Trained(round=1, client=task.client, weight=q, loss=1.0, samples=1, parameters=parameters, local=own),
+            )
         )
     if gathers:
         found = method.gathered(state, usable)
@@ -217,7 +222,14 @@ def newcomers(played, number):
 
 
 def average_settings(method, fleet, rounds=2):
-    return {**SMALL, "rounds": rounds, "method": method, "population.cohort": 2, "norm.newcomers": "average", **fleet(10**15)}
+    return {
+        **SMALL,
+        "rounds": rounds,
+        "method": method,
+        "population.cohort": 2,
+        "norm.newcomers": "average",
+        **fleet(10**15),
+    }
 
 
 @pytest.mark.parametrize("method", ["jfat", "fedprophet", "fedrbn", *SUB_NETWORKS])
@@ -333,10 +345,16 @@ def _misfit(chain, tensors, images):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_clients_are_calibrated_and_the_server_is_not(method, tiny, fleet, play_in_memory):
-    settings = {**SMALL, "method": method, "train.calibration": "labels", "train.smoothing": 0.5, **fleet(10**6, 10**15)}
+    settings = {
+        **SMALL,
+        "method": method,
+        "train.calibration": "labels",
+        "train.smoothing": 0.5,
+        **fleet(10**6, 10**15),
+    }
     settings |= {"norm.refresh": "clean", "rounds": 1}
     played = play_in_memory(tiny(settings))
-    asked = [task for round in played.exchanges for tasks, _ in round for task in tasks]
+    asked = [task for exchanges in played.exchanges for tasks, _ in exchanges for task in tasks]
     calibrated = {(task.kind, task.client == SERVER): getattr(task, "calibration", None) for task in asked}
     expected = {("train", False): 0.5, ("evaluate", False): 0.5, ("refresh", False): 0.5, ("report", False): None}
     assert expected.items() <= calibrated.items()

@@ -119,7 +119,9 @@ def test_clients_of_sub_network_methods_renew_their_own_statistics(method, layer
         close(own[f"{name}.running_var"], rows.var(1, correction=0))
         for each, value in played.layers[-2][client].items():
             assert each in statistics_names(chain) or torch.equal(own[each], value)
-    found = Evaluator(session, state, exported_model(session, state, session.engine), session.engine).measure(("clean",))
+    found = Evaluator(session, state, exported_model(session, state, session.engine), session.engine).measure(
+        ("clean",)
+    )
     assert len(found["clean"].clients) == 2
 
 
@@ -129,7 +131,9 @@ def test_the_clients_own_layers_of_other_methods_stay(tiny, play_in_memory, same
 
 
 def test_layer_after_layer_each_behind_those_already_renewed(tiny, play_in_memory):
-    played = play_in_memory(tiny({**SMALL, "method": "jfat", "norm.layers": "shared", "norm.refresh_layers": "in-turn"}))
+    played = play_in_memory(
+        tiny({**SMALL, "method": "jfat", "norm.layers": "shared", "norm.refresh_layers": "in-turn"})
+    )
     chain = played.session.world.chain
     passes, layers = asked(played.exchanges[-1]), dict.fromkeys(n.rpartition(".")[0] for n in statistics_names(chain))
     assert [tasks[0].layer for tasks, _ in passes] == list(layers)
@@ -151,7 +155,9 @@ def test_only_some_clients_measure(tiny, play_in_memory):
 
 
 def test_images_are_attacked_where_that_is_asked_for(tiny, play_in_memory):
-    played = play_in_memory(tiny({**SMALL, "method": "jfat", "norm.refresh": "attacked", "train.calibration": "labels"}))
+    played = play_in_memory(
+        tiny({**SMALL, "method": "jfat", "norm.refresh": "attacked", "train.calibration": "labels"})
+    )
     ((tasks, _),) = asked(played.exchanges[-1])
     assert {(task.threat, task.calibration) for task in tasks} == {(played.session.world.image_threat(1), 1.0)}
 
@@ -251,6 +257,23 @@ def test_a_huge_claim_of_samples_is_cut_to_the_shard(honest, tiny, play_in_memor
     weights = [size if answer.client == LIAR else answer.weight for answer in answers]
     for name in statistics_names(played.session.world.chain):
         close(played.states[-1].model[name], pooled_by_hand(answers, name, weights))
+
+
+@pytest.mark.parametrize("number", ["weight", "samples"])
+@pytest.mark.parametrize("lie", [0, -1, 1, 2**53, 2**60, 1e308, 5e-324, math.inf, math.nan])
+def test_no_number_that_a_client_claims_spoils_the_statistics(number, lie, honest):
+    method, state = honest.session.method, honest.states[-2]
+    ((_, answers),) = asked(honest.exchanges[-1])
+    lying = [replace(answer, **{number: lie}) if answer.client == LIAR else answer for answer in answers]
+    engine = type("Said", (), {"map": lambda self, tasks: iter(lying)})()
+    found, record = play_round(method.round(state), engine)
+    assert list(record["dropped"]) in ([], [str(LIAR)])
+    for name in statistics_names(honest.session.world.chain):
+        values = torch.stack([answer.statistics[name] for answer in answers])
+        if name.endswith("running_mean"):
+            assert bool((found.model[name] >= values.amin(0) - 1e-6).all())
+            assert bool((found.model[name] <= values.amax(0) + 1e-6).all())
+        assert bool(torch.isfinite(found.model[name]).all())
 
 
 @pytest.mark.parametrize("rule", ["median", "trimmed-mean"])
@@ -363,7 +386,9 @@ def test_after_the_run_modules_are_measured_as_one_model(tiny, play_in_memory):
 
 
 @pytest.mark.parametrize(("method", "layers"), [("jfat", "local"), ("heterofl", "local"), ("fedprophet", "shared")])
-def test_the_round_that_is_repeated_after_a_stop_is_the_same(method, layers, tiny, resumed, tmp_path, play_in_memory, same_tensors):
+def test_the_round_that_is_repeated_after_a_stop_is_the_same(
+    method, layers, tiny, resumed, tmp_path, play_in_memory, same_tensors
+):
     config = tiny({**SMALL, "method": method, "norm.layers": layers, "norm.newcomers": "average"})
     played = play_in_memory(config)
     session, state, record = resumed(config, tmp_path, len(played.records))

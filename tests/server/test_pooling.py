@@ -31,7 +31,7 @@ EMPTY = layer(t(0), t(1))
 
 
 def test_two_clients_by_hand():
-    """Client 1: 1 and 3 (mean 2, variance 1). Client 2: 5, 7, 9, 11 (mean 8, variance 5). All: mean 6, variance 70/6."""
+    """Client 1 has 1 and 3 (mean 2, variance 1), client 2 has 5, 7, 9, 11 (mean 8, variance 5)."""
     found = pooled(partial_average)(EMPTY, [(2.0, layer(t(2), t(1))), (4.0, layer(t(8), t(5)))])
     assert found["bn.running_mean"].item() == 6
     # (2 · (1 + 4²) + 4 · (5 + 2²)) / 6, which is (25 + 9 + 1 + 1 + 9 + 25) / 6 of the six samples
@@ -42,7 +42,10 @@ def test_the_pooled_variance_is_that_of_all_samples_together():
     draw = torch.Generator().manual_seed(0)
     samples = [torch.randn(n, 3, generator=draw, dtype=torch.float64) * n + n for n in (2, 5, 11)]
     sent = [(float(len(x)), layer(x.mean(0), x.var(0, correction=0))) for x in samples]
-    found, whole = pooled(partial_average)(layer(torch.zeros(3).double(), torch.ones(3).double()), sent), torch.cat(samples)
+    found, whole = (
+        pooled(partial_average)(layer(torch.zeros(3).double(), torch.ones(3).double()), sent),
+        torch.cat(samples),
+    )
     torch.testing.assert_close(found["bn.running_mean"], whole.mean(0))
     torch.testing.assert_close(found["bn.running_var"], whole.var(0, correction=0))
 
@@ -85,7 +88,7 @@ def test_clipped_statistics_by_hand():
     """Means join first, clipped to the median norm 3; then all, each update's norm being that of both its parts."""
     sent = [(1.0, layer(t(m), t(1))) for m in (3, 3, 30)]
     found = pooled(rule_of("clip"))(EMPTY, sent)
-    # The joined mean is (3 + 3 + 3) / 3 = 3, so variances about it are 1, 1 and 1 + 27². The updates (mean, variance − 1)
+    # The joined mean is (3 + 3 + 3) / 3 = 3, so variances about it are 1, 1 and 1 + 27². Updates of both
     # are (3, 0), (3, 0) and (30, 729): the last is scaled by 3 / ‖(30, 729)‖.
     scale = 3 / (30**2 + 729**2) ** 0.5
     assert found["bn.running_mean"].item() == pytest.approx((3 + 3 + 30 * scale) / 3, rel=1e-6)
