@@ -63,3 +63,21 @@ def test_lemma_1_bounds_how_far_features_move(seed: int, mu: float, scale: float
     slope = gradient.flatten(1).norm(dim=1) / mu
     bound = slope + (2 * rise / mu + slope.square()).clamp(min=0).sqrt()
     assert (delta.flatten(1).norm(dim=1) <= bound * (1 + 1e-9)).all()
+
+
+def test_a_prior_is_added_to_the_scores_of_either_exit(network: nn.Sequential) -> None:
+    """CE(s + log π, y) = −(s_y + log π_y) + log Σ_c π_c e^{s_c}, at the classifier and at an auxiliary head."""
+    frequencies = torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.0625])
+    head, x, labels = build_head((3, 4, 4), 5), torch.rand(6, 1, 4, 4), torch.tensor([0, 1, 2, 3, 4, 0])
+    plain = ModelPart(explicit_chain(network), 0, 1, head)
+    part = ModelPart(explicit_chain(network), 0, 1, head, prior=frequencies.log())
+    scores = plain.logits(x)
+    assert torch.allclose(part.logits(x), scores + frequencies.log())
+    squares = network[0](x).flatten(1).square().sum(1)
+    for i, label in enumerate(labels):
+        total = sum(p * math.exp(s) for p, s in zip(frequencies.tolist(), scores[i].tolist(), strict=True))
+        expected = math.log(total) - scores[i, label].item() - math.log(frequencies[label])
+        assert part.losses(x, labels, 0.5)[i].item() == pytest.approx(expected + 0.25 * squares[i].item(), rel=1e-5)
+    whole = ModelPart(explicit_chain(network[2:]), 0, 1, None, prior=torch.tensor([0.0, 1.0, 2.0]))
+    assert whole.logits(torch.tensor([[5.0, 5.0, 5.0]])).tolist() == [[5.0, 6.0, 7.0]]
+    assert torch.equal(part.features(x), plain.features(x)), "features are the model's own"

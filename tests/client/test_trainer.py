@@ -1,5 +1,7 @@
 """One local iteration against the same step written out by hand."""
 
+import copy
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,8 +11,9 @@ from torch import nn
 from fedprophet.attacks.pgd import pgd
 from fedprophet.cascade.atoms import Chain, explicit_chain
 from fedprophet.cascade.heads import build_head
+from fedprophet.cascade.norms import NormLayers, share_norm_layers
 from fedprophet.client.part import ModelPart
-from fedprophet.client.trainer import batches, perturb, train
+from fedprophet.client.trainer import _Descent, batches, perturb, train
 from fedprophet.messages.tasks import Train
 from fedprophet.messages.values import LocalTraining
 from fedprophet.randomness import generator
@@ -187,3 +190,89 @@ def test_training_takes_the_steps_of_torchs_own_optimiser_bit_for_bit(momentum: 
         assert parameter.grad is None
     assert loss == sum(losses) / 7
     assert len(set(losses)) == 7
+
+
+def test_the_proximal_term_draws_back_to_what_training_began_with() -> None:
+    """By hand, two steps at rate 0.5 with μ = 0.2: the first is a plain one, the second feels how far that one went."""
+    layer, part = _linear()
+    x, labels = torch.tensor([[1.0, 2.0], [-1.0, 0.5]]), torch.tensor([0, 1])
+    start = [p.detach().clone() for p in layer.parameters()]
+    values = [p.clone().requires_grad_() for p in start]
+    for step in range(2):
+        gradients = torch.autograd.grad(nn.functional.cross_entropy(x @ values[0].T + values[1], labels), values)
+        with torch.no_grad():
+            for p, g, before in zip(values, gradients, start, strict=True):
+                assert step or torch.equal(p, before)
+                p.sub_(0.5 * (g + 0.1 * p + 0.2 * (p - before)))
+    hyper = replace(HYPER, iterations=2, momentum=0.0, proximal=0.2)
+    train(replace(TASK, training=hyper), part, x, labels)
+    for found, expected in zip(layer.parameters(), values, strict=True):
+        assert torch.allclose(found, expected, atol=1e-6)
+    free, other = _linear()
+    train(replace(TASK, training=replace(hyper, proximal=0.0)), other, x, labels)
+    assert not torch.allclose(free.weight, layer.weight, atol=1e-4)
+
+
+@pytest.mark.parametrize("layers", ["local", "shared"])
+def test_a_strong_proximal_term_holds_what_the_server_sent_and_nothing_else(layers: NormLayers) -> None:
+    """With rate 0.5 and μ = 2, the second step undoes the first, momentum aside; own layers go where they like."""
+    network, chain = _normed()
+    chain = share_norm_layers(chain, layers)
+    part = ModelPart(chain, 0, len(chain), None)
+    assert ({id(p) for p in network[1].parameters()} <= {id(p) for p in part.shared_parameters()}) == (
+        layers != "local"
+    )
+    hyper = LocalTraining(1, 8, 0.5, momentum=0.0, weight_decay=0.0, strong_convexity=0.0, proximal=2.0)
+    x, labels = torch.rand(8, 3), torch.arange(8) % 2
+    start = {name: p.detach().clone() for name, p in network.named_parameters()}
+    steps = _Descent(part.parameters(), hyper, anchored=part.shared_parameters())
+    for push in (1.0, 0.0):
+        for parameter in part.parameters():
+            parameter.grad = torch.full_like(parameter, push)
+        steps()
+    for name, parameter in network.named_parameters():
+        own = layers == "local" and name.startswith("1.")
+        assert torch.allclose(parameter, start[name] - (0.5 if own else 0.0), atol=1e-6), name
+    assert math.isfinite(train(replace(TASK, training=hyper), part, x, labels))
+
+
+def test_heads_are_drawn_back_too() -> None:
+    torch.manual_seed(3)
+    body, head = nn.Linear(2, 3), build_head((3,), 2)
+    part = ModelPart(explicit_chain([("layer", body)]), 0, 1, head)
+    assert {id(p) for p in head.parameters()} <= {id(p) for p in part.shared_parameters()}
+
+
+@pytest.mark.parametrize("attacks", [False, True])
+def test_fixed_statistics_stay_while_the_affine_part_is_trained(attacks: bool) -> None:
+    """The step is that of a network whose norm layer is in evaluation mode, dropout being on as ever."""
+    network, chain = _normed()
+    network[3].p = 0.0
+    with torch.no_grad():
+        network[1].running_mean.copy_(torch.tensor([0.5, -0.5, 1.0, 0.0]))
+        network[1].running_var.copy_(torch.tensor([0.5, 2.0, 1.0, 4.0]))
+    reference = copy.deepcopy(network).eval()
+    x, labels = torch.rand(4, 3), torch.tensor([0, 1, 1, 0])
+    task = replace(TASK, training=replace(HYPER, fixed_statistics=True))
+    task = replace(task, threat=input_threat(0.2, 0.1, 3)) if attacks else task
+    order = next(batches(4, 4, 1, task))
+    z, y = x[order], labels[order]
+    if attacks:
+        draw = generator(11, "attack", 3, 7, 0)
+        z = pgd(lambda v: nn.functional.cross_entropy(reference(v), y, reduction="sum"), z, task.threat, draw)
+    nn.functional.cross_entropy(reference(z), y).backward()
+    train(task, ModelPart(chain, 0, len(chain), None), x, labels)
+    for found, expected in zip(network.parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(found, expected - 0.5 * (expected.grad + 0.1 * expected), atol=1e-6)
+    assert all(torch.equal(a, b) for a, b in zip(network.buffers(), reference.buffers(), strict=True))
+    assert not torch.equal(network[1].weight, reference[1].weight)
+
+
+def test_dropout_stays_on_where_statistics_are_fixed() -> None:
+    network, chain = _normed()
+    part, seen = ModelPart(chain, 0, len(chain), None), []
+    network[3].register_forward_hook(lambda module, inputs, output: seen.append(module.training))
+    network[1].register_forward_hook(lambda module, inputs, output: seen.append(module.training))
+    task = replace(TASK, training=replace(HYPER, fixed_statistics=True))
+    train(task, part, torch.rand(4, 3), torch.tensor([0, 1, 1, 0]))
+    assert seen == [False, True]

@@ -207,3 +207,41 @@ def test_answers_that_did_not_come_are_told(session):
         "round 2: no client evaluated any round; the last round's model is used",
     ]
     assert lines[-1] == "module 2 fixed as it was in round 7: nobody evaluated it"
+
+
+def refreshing(tiny, **changes):
+    return assemble(tiny({"norm.refresh": "attacked", **changes}))
+
+
+REFRESHED = {"round": 10, "refresh": "attacked", "times": {}, "dropped": {}, "refreshed": ["1.running_mean"]}
+
+
+@pytest.mark.parametrize(("changes", "rounds"), [({}, 9), ({"method": "jfat"}, 3)])
+def test_the_round_that_measures_statistics_is_one_more_on_the_bar(changes, rounds, tiny, tmp_path):
+    """Also if stages converged early; nothing is left then."""
+    session = refreshing(tiny, **changes)
+    observer = LiveDisplay(Console(file=io.StringIO(), force_terminal=True))
+    observer.started(session, PATH, 0)
+    (bar,) = observer._bar.tasks
+    assert bar.total == rounds + 1
+    observer.round_done(REFRESHED | {"round": 5}, 2.0)
+    assert bar.completed == rounds + 1
+    (tmp_path / "journal.jsonl").write_text(json.dumps(REFRESHED | {"round": 5}) + "\n")
+    again = LiveDisplay(Console(file=io.StringIO(), force_terminal=True))
+    again.started(session, tmp_path, 5)
+    assert [task.completed for task in again._bar.tasks] == [rounds + 1]
+
+
+def test_lines_of_the_round_that_measures_statistics(tiny):
+    console = Console(file=io.StringIO(), width=140)
+    observer = observer_for(console)
+    with observer:
+        observer.started(refreshing(tiny), PATH, 0)
+        for record in (FIRST, SECOND | {"module": 3, "stage_round": 3, "round": 9}):
+            observer.round_done(record, 2.0)
+        observer.round_done(REFRESHED | {"dropped": {"4": "a is negative"}, "missing": {"refresh": [2]}}, 2.0)
+    *_, last, dropped, missing = console.file.getvalue().splitlines()
+    assert "at most about 0:02 left" in console.file.getvalue(), "after the ninth round, one of two seconds"
+    assert last == "round 10  norm statistics measured anew on attacked images  (2.0 s, at most about 0:00 left)"
+    assert dropped == "round 10: client 4 was dropped: a is negative"
+    assert missing == "round 10: no answer from client 2 (measuring norm statistics)"

@@ -37,12 +37,29 @@ from fedprophet.threads import torch_threads
 WORKERS = {"engine": "workers", "threads": 2}
 SMALL = {"method": "jfat", "rounds": 3, "train.iterations": 1, "attack.steps": 1, "evaluate.clients": 2}
 BRIEF = {"rounds": 1, "train.iterations": 1, "attack.steps": 1, "evaluate.steps": 1, "evaluate.clients": 2}
+REFRESH = {
+    "norm.refresh": "attacked",
+    "norm.newcomers": "average",
+    "train.calibration": "labels",
+    "train.proximal": 0.1,
+}
 METHODS = {
     "fedprophet": {"train.warmup": 0, "memory.budget": "70%", "attack.feature_steps": 1, "measure.steps": 1},
     "feddf": {"method": "feddf", "rounds": 2, "distillation.public": 20, "distillation.iterations": 2},
+    "refreshed": {**REFRESH, "method": "heterofl", "train.warmup": 0, "norm.layers": "statistics-local"},
     "jfat": {"method": "jfat", "rounds": 2, "population.cohort": 3},
     "heterofl": {"method": "heterofl", "rounds": 2, "population.cohort": 3},
     "fedrbn": {"method": "fedrbn", "rounds": 2, "population.cohort": 3, "memory.budget": "100%"},
+    "refreshed after each stage": {
+        **REFRESH,
+        "norm.layers": "frozen",
+        "norm.refresh_after": "stage",
+        "norm.refresh_layers": "in-turn",
+        "train.warmup": 0,
+        "memory.budget": "70%",
+        "attack.feature_steps": 1,
+        "measure.steps": 1,
+    },
 }
 PATIENCE = 600
 """Seconds after which something is stuck, on a machine with very much else to do."""
@@ -125,7 +142,7 @@ def endless(session) -> list[Task]:
 
 
 @pytest.mark.parametrize(
-    "name", ["fedprophet", "feddf", *(pytest.param(name, marks=pytest.mark.slow) for name in list(METHODS)[2:])]
+    "name", [*list(METHODS)[:3], *(pytest.param(name, marks=pytest.mark.slow) for name in list(METHODS)[3:])]
 )
 def test_every_method_does_the_same_as_with_one_client_after_the_other(name, tiny, play_in_memory, same_tensors):
     changes = {**BRIEF, **METHODS[name]}
@@ -141,7 +158,7 @@ def test_every_method_does_the_same_as_with_one_client_after_the_other(name, tin
     for ours, theirs in zip(spread.layers, plain.layers, strict=True):
         assert ours.keys() == theirs.keys()
         assert all(same_tensors(ours[client], theirs[client]) for client in ours)
-    assert any(plain.layers[-1].values())
+    assert any(plain.layers[-1].values()) == (plain.session.config.norm.layers != "frozen")
 
 
 def test_the_number_of_workers_makes_no_difference(tiny, play_in_memory, same_tensors):

@@ -35,12 +35,13 @@ from fedprophet.flower.protocol import (
     wire_bytes,
 )
 from fedprophet.flower.settings import FlowerSettings
-from fedprophet.messages.answers import Evaluated, Reported, Trained
+from fedprophet.messages.answers import Evaluated, Refreshed, Reported, Trained
 from fedprophet.messages.modules import digest
-from fedprophet.messages.tasks import Evaluate, Report, Task, Train
+from fedprophet.messages.tasks import Evaluate, Refresh, Report, Task, Train
 from fedprophet.messages.values import BACKBONE, EVERY_VERSION, FrozenModule, LocalTraining, Resources
 from fedprophet.runs.session import assemble
 from fedprophet.storage.files import tensors_to_bytes
+from fedprophet.threat import input_threat
 
 RUN = "feedbeef"
 # One thread, as the plain engine has here: the bits of a sum depend on how many share it.
@@ -134,6 +135,28 @@ def test_layers_are_kept_on_disk_as_the_plain_engine_has_them(ask, parts, tmp_pa
     assert same_tensors(ask(report).local, expected.local)
     stored = ClientStore(tmp_path / "home" / RUN / "clients", 0)
     assert same_tensors(stored.get("backbone", 1, report.timeline, 3), expected.local)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_statistics_are_measured_and_sent_or_kept(keeps, ask, parts, same_tensors):
+    given = train(parts)
+    task = Refresh(
+        round=1,
+        client=1,
+        seed=0,
+        last=given.last,
+        batch=16,
+        parameters=given.parameters,
+        threat=input_threat(0.1, 0.1, 1),
+    )
+    plain = PlainEngine(parts.population, parts.workspaces, parts.reserve)
+    (expected,) = plain.map([task])
+    found = ask(replace(task, keeps=keeps))
+    assert isinstance(found, Refreshed)
+    assert (found.samples, found.weight) == (expected.samples, float(expected.samples))
+    assert same_tensors(found.statistics, {} if keeps else expected.statistics)
+    node._open_run.cache_clear()  # as a new process
+    assert same_tensors(ask(REPORT).local, expected.statistics if keeps else {})
 
 
 def test_modules_are_asked_for_once_and_found_again(ask, parts, tmp_path):

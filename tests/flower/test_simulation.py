@@ -38,6 +38,24 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "heterofl": {"method": "heterofl", "rounds": 2, "population.cohort": 3},
     "feddf": {"method": "feddf", "rounds": 2, "distillation.public": 40, "distillation.iterations": 3},
     "fedrbn": {"method": "fedrbn", "rounds": 2, "population.cohort": 3, "memory.budget": "100%"},
+    "refreshed": {
+        "method": "heterofl",
+        "rounds": 1,
+        "train.warmup": 0,
+        "population.cohort": 3,
+        "train.calibration": "labels",
+        "norm.layers": "statistics-local",
+        "norm.newcomers": "average",
+        "norm.refresh": "attacked",
+    },
+    "refreshed after each stage": {
+        "rounds": 1,
+        "train.warmup": 0,
+        "norm.layers": "shared",
+        "norm.refresh": "clean",
+        "norm.refresh_after": "stage",
+        "norm.refresh_layers": "in-turn",
+    },
 }
 pytestmark = pytest.mark.usefixtures("ray_starts")
 SIMULATED = {"engine": "flower-sim", "threads": 2}

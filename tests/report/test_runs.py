@@ -30,6 +30,18 @@ def test_a_round_in_which_nobody_trained_takes_no_time(write_run):
     assert run.rounds == 2
 
 
+def test_a_round_that_only_measures_statistics_costs_nothing_that_is_counted(write_run, tiny, tmp_path):
+    rounds = [[(1, 2, 3, 4)], []]
+    run = read_run(write_run("run", rounds=rounds, notes=[{}, {"refresh": "clean", "refreshed": ["a"]}]))
+    assert (run.time, run.memory, run.notes) == (SimulatedTime(1, 2, 3), Memory(4, 4), ())
+    config = {"method": "jfat", "rounds": 1, "train.warmup": 0, "norm.refresh": "clean", "evaluate.clients": 1}
+    results = play(start(tiny(config), tmp_path / "real"))
+    real = read_run(tmp_path / "real")
+    assert (real.rounds, real.notes, real.last.round) == (2, (), 1)
+    assert real.time.total == pytest.approx(results["simulated"]["total_s"])
+    assert real.memory == Memory(results["memory"]["least_bytes"], results["memory"]["peak_bytes"])
+
+
 @pytest.mark.parametrize("rounds", [[[(1, 2, 3)]], [[(1, 2, 3, 4)], [(1, 2, 3), (1, 2, 3, 4)]]])
 def test_a_journal_without_memory_still_has_its_times(write_run, rounds):
     run = read_run(write_run("run", rounds=rounds))

@@ -15,10 +15,14 @@ from fedprophet.cascade.atoms import chain_of
 from fedprophet.engines import make_engine
 from fedprophet.engines.plain import PlainEngine
 from fedprophet.errors import CheckpointError, ConfigError, TrainingError
+from fedprophet.messages.values import SERVER
+from fedprophet.runs.export import write_model
 from fedprophet.runs.files import RunFiles
 from fedprophet.runs.journal import Journal
+from fedprophet.runs.observer import Observer
 from fedprophet.runs.play import play
 from fedprophet.runs.run import RunStoppedError, open_to_read, reopen, start
+from fedprophet.storage.files import tensors_from_bytes
 from fedprophet.storage.locks import folder_lock
 
 # An ordinary run ----------------------------------------------------------------------------------------------------
@@ -408,3 +412,92 @@ def test_a_model_of_ones_own_is_left_as_it_is_and_handed_over_again_to_resume(
     play(reopen(tmp_path / "model", model=net))
     play(start(config, tmp_path / "undisturbed", model=net))
     assert contents(tmp_path / "model") == contents(tmp_path / "undisturbed")
+
+
+# The round that measures norm statistics -----------------------------------------------------------------------------
+
+REFRESHED = {"method": "heterofl", "norm.refresh": "attacked", "checkpoint.keep": 9}
+
+
+@pytest.fixture(scope="module")
+def refreshed(tiny, small, tmp_path_factory):
+    """A run of two rounds, and the third that measures."""
+    path = tmp_path_factory.mktemp("refreshed") / "run"
+    play(start(tiny({**small, **REFRESHED}), path))
+    return path
+
+
+@pytest.mark.parametrize("in_round", [2, 3])
+def test_a_run_that_is_stopped_before_or_in_the_measuring_round_ends_with_the_same_bytes(
+    tiny, small, stop, tmp_path, contents, refreshed, in_round
+):
+    path = tmp_path / "run"
+
+    class Stopped(Observer):
+        def task_done(self, kind, done, total):
+            if in_round == 3 and kind == "refresh" and done == 2:
+                raise KeyboardInterrupt
+
+    with pytest.raises(RunStoppedError):
+        play(start(tiny({**small, **REFRESHED}), path), Stopped() if in_round == 3 else stop(after_round=2))
+    assert reopen(path).state.round == 2
+    play(reopen(path))
+    assert contents(path) == contents(refreshed)
+
+
+@pytest.mark.parametrize("round", [1, 2, 3])
+def test_a_refreshed_run_goes_back_and_measures_again(refreshed, tmp_path, contents, round):
+    path = shutil.copytree(refreshed, tmp_path / "run")
+    play(reopen(path, round=round))
+    assert contents(path) == contents(refreshed)
+
+
+def test_what_a_refreshed_run_leaves(refreshed, tmp_path):
+    """The model has the pooled statistics, and all ways to it give the same."""
+    records = Journal(refreshed / "journal.jsonl").read()
+    assert [record["round"] for record in records] == [1, 2, 3]
+    assert records[-1]["refresh"] == "attacked"
+    results = json.loads((refreshed / "results.json").read_text())
+    assert results["rounds"] == 3
+    assert "measured anew on attacked images" in results["norm_layers"]["global"]
+    run = reopen(refreshed)
+    whole = tensors_from_bytes((refreshed / "model.safetensors").read_bytes())
+    names = [name for name in whole if name.endswith(("running_mean", "running_var"))]
+    assert names
+    assert all(torch.equal(whole[name], run.state.norm_layers[name]) for name in names)
+    write_model(run, tmp_path / "model.safetensors")
+    assert (tmp_path / "model.safetensors").read_bytes() == (refreshed / "model.safetensors").read_bytes()
+    session = run.session
+    task = session.method.evaluation_task(run.state, SERVER, None)
+    layers = {name: whole[name] for name in session.world.chain.local()}
+    answers = session.engine.map([replace(task, samples=40, parameters={**task.parameters, **layers})])
+    assert [answer.clean for answer in answers] == [round(40 * results["global"]["clean"]["accuracy"])]
+
+
+def test_clients_are_evaluated_with_the_statistics_they_renewed(refreshed):
+    """A run that is opened again finds them on disk."""
+    run = reopen(refreshed)
+    session, state = run.session, run.state
+    names = [name for name in session.world.chain.local() if name.endswith("running_mean")]
+    for client in range(20):
+        own = session.layers.get("backbone", client, session.method.timeline(state), 4)
+        before = session.layers.get("backbone", client, session.method.timeline(state), 3) or {}
+        assert all(
+            name in own and not torch.equal(own[name], before.get(name, session.initial_local[name])) for name in names
+        )
+
+
+def test_a_run_whose_last_rounds_failed_ends_after_its_statistics(tiny, small, tmp_path, monkeypatch):
+    """It was stopped for its failures; the round that only measures is none of them."""
+    path, real = tmp_path / "run", PlainEngine.map
+
+    def broken(self, tasks):
+        for answer in real(self, tasks):
+            yield replace(answer, loss=float("nan")) if answer.kind == "train" and answer.round > 1 else answer
+
+    monkeypatch.setattr(PlainEngine, "map", broken)
+    config = tiny({**small, "method": "jfat", "rounds": 4, "norm.refresh": "clean"})
+    with pytest.raises(TrainingError, match="3 rounds in a row"):
+        play(start(config, path))
+    results = play(reopen(path))
+    assert results["rounds"] == 5

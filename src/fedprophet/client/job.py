@@ -169,11 +169,12 @@ class Job(Generic[T_co]):
         return Evaluated(**self.header, samples=samples, clean=clean, adversarial=adversarial, broken=broken)
 
     def refreshed(self: "Job[Refresh]", statistics: Mapping[str, Tensor]) -> Refreshed:
-        """Return statistics that were measured anew, weighted by the samples; store them where the task says so."""
-        samples = len(self.client.data.train)
-        if self.task.keeps and samples and all(bool(torch.isfinite(value).all()) for value in statistics.values()):
+        """Return statistics that were measured anew, weighted by the samples; where the task says so, store them."""
+        samples, keeps = len(self.client.data.train), self.task.keeps
+        if keeps and samples and all(bool(torch.isfinite(value).all()) for value in statistics.values()):
             self.store(statistics)
-        return Refreshed(**{**self.header, "weight": float(samples)}, samples=samples, statistics=statistics)
+        sent = {} if keeps else statistics
+        return Refreshed(**{**self.header, "weight": float(samples)}, samples=samples, statistics=sent)
 
     def measured(self: "Job[Measure]", magnitude: float) -> Measured:
         """Return how far the attack moved the feature, weighted by the samples it was measured on."""

@@ -1,6 +1,7 @@
 """Norm statistics measured anew: what each norm layer of a trained model reads, over all of a client's samples."""
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -8,42 +9,54 @@ import torch
 from torch import Tensor, nn
 
 from fedprophet.attacks.pgd import pgd
+from fedprophet.cascade.atoms import Chain
 from fedprophet.cascade.norms import MEAN, VARIANCE, norm_modules
 from fedprophet.cascade.trace import flags
 from fedprophet.client.part import ModelPart
 from fedprophet.data.dataset import LocalExamples
 from fedprophet.messages.tasks import Refresh
-from fedprophet.randomness import generator, global_rng
+from fedprophet.randomness import generator
 
 
-def fresh_statistics(task: Refresh, part: ModelPart, examples: LocalExamples) -> dict[str, Tensor]:
+def fresh_statistics(task: Refresh, part: ModelPart, written: Chain, examples: LocalExamples) -> dict[str, Tensor]:
     """Return mean and variance, channel by channel, of what norm layers of the part read; images may be attacked.
 
     With a `task.layer` that one is measured, behind layers as they are. Else it is all of the task's own, each behind
     layers that normalise by their batch: with statistics that no longer fit, one layer would spoil the next one's.
+    The part may run by a plan that has no norm layers in evaluation mode; `written` is the chain as the model has it.
     """
-    own = norm_modules(part.chain, task.first, task.last)
+    own = norm_modules(written, task.first, task.last)
     chosen = {task.layer: own[task.layer]} if task.layer else own
     moments = {name: _Moments() for name in chosen}
-    for number, positions in enumerate(torch.split(torch.arange(len(examples)), task.batch)):
+    # Batches of about one size: a single sample at the end would have none to be normalised with.
+    batches = torch.arange(len(examples)).tensor_split(math.ceil(len(examples) / task.batch))
+    for number, positions in enumerate(batches):
         x = part.take(examples.fetch(positions))
         if task.threat is not None:
             labels = examples.labels[positions].to(x.device)
             draw = generator(task.seed, "refreshing attack", task.round, task.client, number)
             with part.still():
                 x = pgd(lambda z, y=labels: part.losses(z, y, 0.0).sum(), x, task.threat, draw)  # type: ignore[misc]
-        normalising = () if task.layer or len(positions) < 2 else chosen.values()
-        # As in training, where nothing is folded, but without dropout.
-        still = flags(part.chain.modules(0, task.last), training=False)
-        draws = global_rng(task.seed, "refresh", task.client, number)
-        measuring = flags(normalising, training=True), _watched(chosen, moments)
-        with torch.no_grad(), part.mode(training=True), still, draws, measuring[0], measuring[1]:
-            part.features(x)
+        normalising = _by_batch(() if task.layer or len(positions) < 2 else chosen.values())
+        with torch.no_grad(), written.mode(0, task.last, training=False), normalising, _watched(chosen, moments):
+            written.run(x, 0, task.last)
     return {
         f"{name}.{ending}": value
         for name, found in moments.items()
         for ending, value in ((MEAN, found.mean.float()), (VARIANCE, found.variance.float()))
     }
+
+
+@contextmanager
+def _by_batch(layers: Collection[nn.Module]) -> Iterator[None]:
+    """Let norm layers normalise by their batch within a `with` block, and keep the statistics they have: attacks on
+    the batches that follow read these.
+    """
+    kept = [(buffer, buffer.clone()) for layer in layers for buffer in layer.buffers()]
+    with flags(layers, training=True):
+        yield
+    for buffer, value in kept:
+        buffer.copy_(value)
 
 
 @contextmanager

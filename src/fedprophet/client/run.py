@@ -115,7 +115,7 @@ def _refresh(task: Refresh, job: Job[Refresh]) -> Refreshed:
         return job.refreshed({})
     workspace = _loaded(job)
     whole = _part(job, workspace, 0, examples.fetch(torch.arange(1)))
-    return job.refreshed(fresh_statistics(task, whole, examples))
+    return job.refreshed(fresh_statistics(task, whole, workspace.chain, examples))
 
 
 @_run.register

@@ -45,7 +45,7 @@ class _RunProgress:
 
     def __init__(self, session: Session, path: Path, round: int) -> None:
         self.session = session
-        self.total = len(session.world.modules) * session.config.rounds
+        self.total = len(session.world.modules) * session.config.rounds + (session.config.norm.refresh != "none")
         self.done = 0
         self._seconds: list[float] = []
         # Stages that converged early had fewer rounds than the bar gives them, so a round's number is not its place.
@@ -59,6 +59,9 @@ class _RunProgress:
 
     def _place(self, record: Record) -> None:
         rounds = self.session.config.rounds
+        if "refresh" in record:
+            self.done = self.total
+            return
         before = (record.get("module", 1) - 1) * rounds
         self.done = before + (rounds if "fixed" in record else record.get("stage_round", record["round"]))
 

@@ -135,7 +135,7 @@ class Refresh(ModelTask, kind="refresh"):
 
     As in an evaluation the model is run from the image on, which `threat` attacks (None: clean), with `calibration` as
     in `Train`. `layer` names the one norm layer that is measured behind the others as they are; "" measures all, each
-    behind layers that normalise by their batch. `keeps`: the client makes the statistics its own.
+    behind layers that normalise by their batch. `keeps`: the client makes the statistics its own, and sends none.
     """
 
     threat: ThreatModel | None = None

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypedDict, TypeVar
 
 from fedprophet.messages.answers import Evaluated, Reported
@@ -51,7 +51,7 @@ class MethodState:
 
         The state that was made of them may not be, since bad updates can look good. Only the next round tells.
         """
-        return max(0, self.round - self.failures - 1)
+        return max(0, self.round - self.refreshed - self.failures - 1)
 
 
 @dataclass(frozen=True)
@@ -105,12 +105,17 @@ class Method(ABC, Generic[S]):
         self.world = world
         world.initial_layers  # noqa: B018  before a task loads others into the chain
         self.norm_layers = type(self).norm_layers.format(averaged=world.aggregator.averaged)
-        layers = world.config.norm.layers
-        if layers == "statistics-local":
+        norm = world.config.norm
+        if norm.layers == "statistics-local":
             self.norm_layers = f"{SHARED_LAYERS}; statistics: {self.norm_layers}"
             self.client_norm_layers = f"{SHARED_LAYERS}; statistics: {self.client_norm_layers}"
-        elif layers != "local":
+        elif norm.layers != "local":
             self.norm_layers = self.client_norm_layers = f"{SHARED_LAYERS}, variances pooled"
+        if norm.refresh != "none":
+            measured = f"; at the end, statistics measured anew on {norm.refresh} images"
+            if self.refreshes_own or self.client_norm_layers == self.norm_layers:
+                self.client_norm_layers += measured
+            self.norm_layers += measured
 
     @abstractmethod
     def initial(self) -> S:
@@ -147,6 +152,10 @@ class Method(ABC, Generic[S]):
     def exported_layers(self, local: Parameters) -> Parameters:
         """Return the layers of their own that clients may send for the exported model, as they are in the model."""
         return local
+
+    def with_layers(self, state: S, layers: Parameters) -> S:
+        """Return the state with other norm layers in its model, whose training is over."""
+        return replace(state, model={**state.model, **layers})
 
     def timeline(self, state: S) -> Timeline:
         """Return which versions of the clients' own layers count; a resume may go back as far as checkpoints do."""

@@ -107,6 +107,13 @@ class FedProphet(Method[CascadeState]):
         """Whether every module is fixed."""
         return state.stage == len(self.world.modules)
 
+    def with_layers(self, state: CascadeState, layers: Parameters) -> CascadeState:
+        """Return the state with other norm layers, in its fixed modules too: these are others by that."""
+        state = super().with_layers(state, layers)
+        parts = [self._parameters(state, module.first, module.last) for module in self.world.modules]
+        pairs = zip(state.fixed, parts, strict=True)
+        return replace(state, fixed=tuple(replace(done, digest=self.world.frozen.add(part)) for done, part in pairs))
+
     def results(self, state: CascadeState) -> Mapping[str, Any]:
         """Return what each frozen module reached, for the closing table."""
         return {"stages": [vars(module) for module in state.fixed]}

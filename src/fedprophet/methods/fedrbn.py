@@ -19,7 +19,7 @@ from pydantic import Field
 
 from fedprophet.cascade.norms import statistics_names
 from fedprophet.client.statistics import ADVERSARIAL, under_attack
-from fedprophet.errors import ModelError
+from fedprophet.errors import ConfigError, ModelError
 from fedprophet.fleet.clock import add_adoption
 from fedprophet.messages.answers import Adopted
 from fedprophet.messages.tasks import Adopt, Evaluate, Train
@@ -81,6 +81,12 @@ class FedRBN(Baseline[BaselineState]):
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
+        layers = world.config.norm.layers
+        if world.config.norm.shares_statistics:
+            raise ConfigError(
+                f"norm.layers: given {layers!r}, but fedrbn spreads robustness by the statistics that each client has "
+                'of its own. Set it to "local" or "statistics-local", or use another method'
+            )
         self._statistics = statistics_names(world.chain)
         if not self._statistics:
             raise ModelError(

@@ -30,17 +30,17 @@ def refresh_round(method: "Method[S]", state: S) -> Conversation[tuple[S, Record
     """Play the round in which the statistics of the trained model are measured; nothing is trained in it."""
     world = method.world
     state = replace(state, round=state.round + 1, refreshed=True)
-    record: Record = {"round": state.round, "refresh": world.config.norm.refresh, "dropped": {}}
+    record: Record = {"round": state.round, "refresh": world.config.norm.refresh, "times": {}, "dropped": {}}
     whole = {**(yield from _averaged_layers(method, state, record)), **state.model}
     template = refresh_task(method, state, method.exported(state, whole))
     if method.refreshes_own and world.chain.local():
         own = replace(template, parameters=state.model, starting=state.starting, keeps=True)
         yield from ask([replace(own, client=client) for client in _clients(world, state.round)], Refreshed)
     fresh = yield from renewed(world, template, record)
-    layers = named({**template.parameters, **fresh}, norm_names(world.chain))
-    if layers.keys() <= state.model.keys():
-        return replace(state, model={**state.model, **layers}), record
-    return replace(state, norm_layers=layers), record
+    whole, norms = {**template.parameters, **fresh}, norm_names(world.chain)
+    if state.model.keys() >= set(norms):
+        return method.with_layers(state, named(whole, norms)), record
+    return replace(state, norm_layers=named(whole, (*norms, *world.chain.local()))), record
 
 
 def refresh_task(method: "Method[S]", state: S, model: Parameters) -> Refresh:
@@ -62,7 +62,7 @@ def renewed(world: World, template: Refresh, record: Record) -> Conversation[Par
     A layer that nobody measures keeps its statistics.
     """
     layers = norm_modules(world.chain, template.first, template.last)
-    passes = list(layers) if world.config.norm.refresh_layers == "in-turn" else [""]
+    passes = list(layers) if world.config.norm.refresh_layers == "in-turn" or not layers else [""]
     fresh: Parameters = {}
     for layer in passes:
         task = replace(template, layer=layer, parameters={**template.parameters, **fresh})

@@ -100,7 +100,7 @@ def _play_rounds(run: Run, keeper: "_Keeper", observer: Observer) -> MethodState
             keeper.timings.append({"round": played.round, "seconds": round(seconds, 4), **asdict(use)})
             state = played  # only now: a Ctrl-C before must not save a state whose journal line is missing
             observer.round_done(record, seconds)
-            if state.failures >= FAILURES_ALLOWED:
+            if state.failures >= FAILURES_ALLOWED and not state.refreshed:
                 raise _failing(state, path, record, keeper.proven(state))
             if method.finished(state) or state.round % run.session.config.checkpoint.every == 0:
                 keeper.save(state)
