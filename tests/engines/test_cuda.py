@@ -73,6 +73,16 @@ def test_rounds_without_an_attack_equal_the_plain_engines(sessions, method, mode
 
 
 @needs_gpu
+@pytest.mark.parametrize("rule", ["mean", "median"])
+def test_heads_that_clients_pass_on_meet_those_that_others_trained(sessions, rule, close):
+    """In the first round the server's heads are in the host's memory, and trained ones on the device."""
+    changes = {"method": "fedprophet", "memory.budget": "50%", "assignment.heads": "passed", "aggregate.rule": rule}
+    (plain, _), (fast, _) = (play(session, 2) for session in sessions(changes))
+    for name in plain.heads:
+        assert close(fast.heads[name], plain.heads[name]), name
+
+
+@needs_gpu
 @pytest.mark.parametrize("method", ["jfat", "fedprophet", "heterofl"])
 def test_rounds_with_shared_layers_calibration_and_a_proximal_term(sessions, method, close):
     """Statistics are fixed in the second round; every client of a ladder has its own label frequencies."""

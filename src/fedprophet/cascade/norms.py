@@ -54,7 +54,7 @@ def variances(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def hidden_norm_layers(chain: Chain) -> tuple[str, ...]:
-    """Return the norm layers that keep statistics and that the chain does not call as layers: their forward is traced."""
+    """Return the norm layers that keep statistics but are no layers of the chain: their forward is traced."""
     seen = set(norm_modules(chain).values())
     return tuple(name for name, layer in statistics_layers(chain.model).items() if layer not in seen)
 

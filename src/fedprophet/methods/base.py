@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypedDict, TypeVar
 
+from fedprophet.cascade.norms import hidden_norm_layers
+from fedprophet.errors import ConfigError
 from fedprophet.messages.answers import Evaluated, Reported
 from fedprophet.messages.codec import LATER
 from fedprophet.messages.tasks import Evaluate, Report, Train
@@ -106,6 +108,12 @@ class Method(ABC, Generic[S]):
         world.initial_layers  # noqa: B018  before a task loads others into the chain
         self.norm_layers = type(self).norm_layers.format(averaged=world.aggregator.averaged)
         norm = world.config.norm
+        hidden = hidden_norm_layers(world.chain) if norm.refresh != "none" or norm.layers == "frozen" else ()
+        if hidden:
+            raise ConfigError(
+                f"norm: {hidden[0]} keeps statistics, but its forward is traced as a part of the model, so they cannot "
+                'be fixed or measured. Use norm layers of torch.nn, or norm.layers = "shared" without norm.refresh'
+            )
         if norm.layers == "statistics-local":
             self.norm_layers = f"{SHARED_LAYERS}; statistics: {self.norm_layers}"
             self.client_norm_layers = f"{SHARED_LAYERS}; statistics: {self.client_norm_layers}"

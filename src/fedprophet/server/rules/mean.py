@@ -25,7 +25,8 @@ def partial_average(current: Parameters, updates: Iterable[Update]) -> dict[str,
     for weight, parameters in updates:
         for name, value in parameters.items():
             term = value.detach().to(torch.float64) * weight
-            sums[name] = sums[name] + term if name in sums else term
+            # A client may have sent what the server gave it, from elsewhere than what others trained.
+            sums[name] = sums[name] + term.to(sums[name].device) if name in sums else term
             weights[name] = weights.get(name, 0.0) + weight
             # What the server does not have yet (statistics that only some clients keep) comes in as it was sent.
             types.setdefault(name, current.get(name, value).dtype)

@@ -38,8 +38,8 @@ def join_each(
     joined = dict(current)
     for name in dict.fromkeys(name for _, parameters in updates for name in parameters):
         values = [(weight, s, p[name]) for (weight, p), s in zip(updates, scales, strict=True) if name in p]
-        sent = [Sent(weight, scale, value.detach().to(torch.float64)) for weight, scale, value in values]
         like = values[0][2]
+        sent = [Sent(weight, scale, value.detach().to(like.device, torch.float64)) for weight, scale, value in values]
         known = current[name].detach().to(like.device) if name in current else torch.zeros_like(like)
         found = join(known.double(), sent) if known.is_floating_point() else _trimmed_mean(sent, middle)
         # A coordinate that nobody sent is 0/0.
