@@ -22,7 +22,7 @@ def eight(write_run):
     ]
     fast = {"aa-fast": {"accuracy": 0.3, "samples": 9}}
     extra = [
-        write_run("x", "jfat", "assignment.enabled=false", "perturbation.enabled=false", "perturbation.start=0.7"),
+        write_run("x", "jfat", "train.calibration=labels", "norm.layers=shared", "train.proximal=0.75"),
         write_run("y", "fedrbn", "seed=1", finished=False),
         write_run("z", "fedet", "train.batch=3", evaluation={"round": 2, "personalised": fast, "global": fast}),
     ]

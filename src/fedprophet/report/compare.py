@@ -21,6 +21,16 @@ NUMERICS = ("engine", "precision")
 """Keys that at most change how numbers are rounded. Runs that differ in them share a row, and a note names them."""
 IRRELEVANT = frozenset({*NUMERICS, "seed", "data.root", "data.options.cache", "checkpoint.every", "checkpoint.keep"})
 """Keys in which the runs of one row may differ: they do not change what is trained."""
+CASCADE_KEYS = (
+    "perturbation.",
+    "assignment.",
+    "measure.",
+    "convergence.",
+    "train.head_gradients",
+    "attack.feature_steps",
+)
+DISTILLATION_KEYS = ("distillation.",)
+"""Keys that only methods of that kind read, by how they begin."""
 SETTING_KEYS = ("data.name", "data.validation")
 FLEET, REAL_DEVICES = "fleet.", "real devices"
 SETTING_SECTIONS = ("data.options.", "shards.", "population.", FLEET)
@@ -232,9 +242,11 @@ def _grouped(items: Iterable[T], key: Callable[[T], K]) -> list[list[T]]:
 
 
 def relevant_settings(run: RunSummary) -> dict[str, str]:
-    """Return every key that may change what is trained, except the method and the seed."""
-    left_out = machine_keys() | IRRELEVANT | {"method"}
-    return {key: value for key, value in _known(run).items() if key not in left_out}
+    """Return every key that may change what the run's method trains, except the method and the seed."""
+    left_out, method = machine_keys() | IRRELEVANT | {"method"}, METHODS[run.config.method]
+    foreign = (*(() if method.cascade else CASCADE_KEYS), *(() if method.distills else DISTILLATION_KEYS))
+    known = {key: value for key, value in _known(run).items() if not key.startswith(foreign)}
+    return {key: value for key, value in known.items() if key not in left_out}
 
 
 def _known(run: RunSummary) -> dict[str, str]:
