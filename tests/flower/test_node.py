@@ -138,8 +138,9 @@ def test_layers_are_kept_on_disk_as_the_plain_engine_has_them(ask, parts, tmp_pa
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-def test_statistics_are_measured_and_sent_or_kept(keeps, ask, parts, same_tensors):
-    given = train(parts)
+def test_statistics_are_measured_and_sent_or_kept(keeps, ask, tiny, same_tensors):
+    untouched = make_parts(tiny({"method": "jfat", "population.clients": 3}))
+    given = train(untouched)
     task = Refresh(
         round=1,
         client=1,
@@ -149,7 +150,7 @@ def test_statistics_are_measured_and_sent_or_kept(keeps, ask, parts, same_tensor
         parameters=given.parameters,
         threat=input_threat(0.1, 0.1, 1),
     )
-    plain = PlainEngine(parts.population, parts.workspaces, parts.reserve)
+    plain = PlainEngine(untouched.population, untouched.workspaces, untouched.reserve)
     (expected,) = plain.map([task])
     found = ask(replace(task, keeps=keeps))
     assert isinstance(found, Refreshed)

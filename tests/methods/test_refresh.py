@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fedprophet
-from fedprophet.cascade.norms import norm_names, statistics_names
+from fedprophet.cascade.norms import norm_modules, norm_names, statistics_names
 from fedprophet.data.dataset import from_tensors
 from fedprophet.messages.answers import Refreshed
 from fedprophet.messages.codec import decode, encode
@@ -91,32 +91,46 @@ def test_the_exported_model_has_the_pooled_statistics_of_all_clients(method, lay
         assert all(torch.equal(state.model[name], trained.model[name]) for name in trained.model)
 
 
+def inputs_of(chain, images):
+    """Return what each norm layer reads in evaluation mode."""
+    read = {}
+    hooks = [
+        norm.register_forward_pre_hook(lambda _, inputs, name=name: read.__setitem__(name, inputs[0]))
+        for name, norm in norm_modules(chain).items()
+    ]
+    with torch.no_grad(), chain.mode(0, None, training=False):
+        chain.run(images)
+    for hook in hooks:
+        hook.remove()
+    return read
+
+
 @pytest.mark.parametrize("method", SUB_NETWORKS)
 @pytest.mark.parametrize("layers", ["local", "statistics-local"])
 def test_clients_of_sub_network_methods_renew_their_own_statistics(method, layers, tiny, fleet, play_in_memory):
-    """A client's are those of its own images, behind its own affine layers where it has some."""
-    config = tiny({**SMALL, "method": method, "norm.layers": layers, "evaluate.batch": 400, **fleet(10**6)})
-    played = play_in_memory(config)
+    """A client's are those of its own images, behind its own affine layers, or those that newcomers begin with.
+
+    All its images are one batch, so that layers that normalise by their batch do what they do with what was measured.
+    """
+    settings = {**SMALL, "method": method, "norm.layers": layers, "norm.newcomers": "average", "evaluate.batch": 400}
+    played = play_in_memory(tiny({**settings, "train.iterations": 4, **fleet(10**6)}))
     session, state = played.session, played.states[-1]
     (tasks, answers), _ = asked(played.exchanges[-1])
     assert all(task.keeps for task in tasks)
     assert all(answer.statistics == {} for answer in answers), "they stay with the client"
     chain = session.world.chain
-    norms = [m for m in chain.modules() if isinstance(m, nn.BatchNorm2d)]
+    assert not all(played.layers[-2].values()), "somebody has not trained"
     for client, own in played.layers[-1].items():
         images = session.population.client_data(client).train
         images = images.fetch(torch.arange(len(images)))
         assert len(images) <= session.config.evaluate.batch, "one batch"
-        chain.load({**session.initial_local, **state.model, **played.layers[-2][client], **own})
-        read = []
-        hook = norms[0].register_forward_pre_hook(lambda m, inputs, read=read: read.append(inputs[0]))
-        with torch.no_grad(), chain.mode(0, None, training=False):
-            chain.run(images)
-        hook.remove()
-        rows = read[0].double().transpose(0, 1).flatten(1)
-        name = statistics_names(chain)[0].rpartition(".")[0]
-        close(own[f"{name}.running_mean"], rows.mean(1))
-        close(own[f"{name}.running_var"], rows.var(1, correction=0))
+        chain.load({**state.starting, **state.model, **own})
+        for name, read in inputs_of(chain, images).items():
+            rows = read.double().transpose(0, 1).flatten(1)
+            torch.testing.assert_close(own[f"{name}.running_mean"].double(), rows.mean(1), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                own[f"{name}.running_var"].double(), rows.var(1, correction=0), rtol=1e-4, atol=1e-5
+            )
         for each, value in played.layers[-2][client].items():
             assert each in statistics_names(chain) or torch.equal(own[each], value)
     found = Evaluator(session, state, exported_model(session, state, session.engine), session.engine).measure(

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from fedprophet.errors import CheckpointError, ConfigError
+from fedprophet.runs.checkpoint import _digest, _dump
 from fedprophet.runs.play import play
 from fedprophet.runs.run import checkpoints_of, open_to_read, reopen, start
 
@@ -100,3 +101,25 @@ def test_a_whole_state_that_is_not_of_this_run_is_refused(stopped, change):
     checkpoints_of(run.files, run.session).save(replace(run.state, **change(run.state)), run.state.round)
     with pytest.raises(CheckpointError, match="does not fit this run: it was changed by hand"):
         reopen(stopped)
+
+
+def test_a_run_of_the_version_before_norm_layers_had_settings_goes_on(stopped, contents, undisturbed):
+    """Its files lack the keys and the fields that came later."""
+    later = {"starting", "best_starting", "refreshed", "norm_layers"}
+    for file in stopped.glob("checkpoints/*/state.json"):
+        document = json.loads(file.read_bytes())
+        del document["digest"], document["config"]["norm"]
+        for key in ("calibration", "smoothing", "proximal"):
+            del document["config"]["train"][key]
+        assert later <= document["state"].keys()
+        document["state"] = {name: value for name, value in document["state"].items() if name not in later}
+        file.write_bytes(_dump({**document, "digest": _digest(_dump(document))}))
+    text = (stopped / "config.toml").read_text()
+    head, _, rest = text.partition("[norm]")
+    lines = [line for line in head.splitlines() if not line.startswith(("calibration", "smoothing", "proximal"))]
+    (stopped / "config.toml").write_text("\n".join(lines) + "\n[" + rest.partition("\n[")[2])
+    assert "[norm]" not in (stopped / "config.toml").read_text()
+    run = reopen(stopped)
+    assert run.state.round == 3
+    play(run)
+    assert contents(stopped) == undisturbed
