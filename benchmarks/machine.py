@@ -9,6 +9,9 @@ import torch
 import fedprophet
 from fedprophet.machine import processor
 
+PAPER = ["norm.layers=local", "norm.refresh=none", "train.calibration=none", "perturbation.start=0.5"]
+"""The digits preset with norm layers and labels as in the paper."""
+
 
 def measured(command: str) -> str:
     """Return one sentence for the head of a table of results; the runs behind it use one thread each."""

@@ -3,8 +3,8 @@
     python benchmarks/methods.py --seeds 3 --out benchmarks/results    # about half an hour on two cores
     python benchmarks/methods.py --seeds 1 --rounds 2                  # a minute, to see that it works
 
-Each run is the `digits` preset with its method's own number of rounds, and uses one thread, so that `--workers 2` fills
-two cores. The table is that of `fedprophet compare`.
+Each run is the `digits` preset with the paper's norm layers and labels and its method's own number of rounds, and uses
+one thread, so that `--workers 2` fills two cores. The table is that of `fedprophet compare`.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from machine import measured
+from machine import PAPER, measured
 
 import fedprophet
 from fedprophet.methods import METHODS
@@ -28,7 +28,7 @@ from fedprophet.report.tables import markdown
 
 def run(method: str, seed: int, rounds: int | None, folder: Path) -> dict[str, Any]:
     """Train one method with one seed and return what it reached."""
-    overrides = [f"method={method}", f"seed={seed}", "threads=1", *([f"rounds={rounds}"] if rounds else [])]
+    overrides = [*PAPER, f"method={method}", f"seed={seed}", "threads=1", *([f"rounds={rounds}"] if rounds else [])]
     began = time.monotonic()
     trained = fedprophet.train("digits", overrides=overrides, out=folder / f"{method}-{seed}")
     seconds = round(time.monotonic() - began, 1)

@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from machine import PAPER
 
 import fedprophet
 from fedprophet.machine import processor
 from fedprophet.methods import METHODS
 
 Row = dict[str, Any]
-PAPER = ["norm.layers=local", "train.calibration=none", "perturbation.start=0.5"]
 CALIBRATED, SHARED, ATTACKED = "train.calibration=labels", "norm.layers=shared", "norm.refresh=attacked"
 CHOICES: dict[str, list[str]] = {
     "local": [],

@@ -362,3 +362,20 @@ def test_clients_are_calibrated_and_the_server_is_not(method, tiny, fleet, play_
     assert set(others.values()) <= {None}, "predictions, distillation, magnitudes and adoption know none"
     session, state = played.session, played.states[-1]
     assert session.method.evaluation_task(state, SERVER, None).calibration == 0
+
+
+def test_norm_layers_that_are_no_layers_of_the_chain_are_named(tiny, play_in_memory):
+    class OwnNorm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("running_mean", torch.zeros(2))
+            self.register_buffer("running_var", torch.ones(2))
+
+        def forward(self, x):
+            return nn.functional.batch_norm(x, self.running_mean, self.running_var, training=self.training)
+
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), OwnNorm(), nn.ReLU(), nn.Flatten(), nn.Linear(72, 10))
+    for changes in ({"norm.layers": "frozen"}, {"norm.refresh": "clean"}):
+        with pytest.raises(ConfigError, match="norm: 1 keeps statistics"):
+            assemble(tiny({"model.name": "custom", "method": "jfat", **changes}), model=model)
+    assemble(tiny({"model.name": "custom", "method": "jfat", "norm.layers": "shared"}), model=model)
