@@ -4,8 +4,10 @@ import errno
 import json
 import os
 import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,8 +17,11 @@ from fedprophet.cascade.atoms import chain_of
 from fedprophet.engines import make_engine
 from fedprophet.engines.plain import PlainEngine
 from fedprophet.errors import CheckpointError, ConfigError, TrainingError
+from fedprophet.runs import play as play_module
+from fedprophet.runs.checkpoint import Checkpoints
 from fedprophet.runs.files import RunFiles
 from fedprophet.runs.journal import Journal
+from fedprophet.runs.observer import Observer
 from fedprophet.runs.play import play
 from fedprophet.runs.run import RunStoppedError, open_to_read, reopen, start
 from fedprophet.storage.locks import folder_lock
@@ -197,6 +202,122 @@ def test_what_a_kill_left_half_written_does_not_matter(stopped, contents, undist
     play(reopen(stopped))
     assert contents(stopped) == undisturbed
     assert not list(checkpoints.glob("*.tmp"))
+
+
+# Checkpoints are written beside the rounds ---------------------------------------------------------------------------
+
+
+class Slow:
+    """Holds the writing of checkpoints until it may go on; that of round 1 may fail then."""
+
+    def __init__(self, monkeypatch, error=None):
+        self.go_on, self.begun, real = threading.Event(), [], Checkpoints._write
+
+        def write(checkpoints, document, snapshot, round):
+            self.begun.append((round, threading.current_thread() is threading.main_thread()))
+            self.go_on.wait()
+            if error and round == 1:
+                raise error
+            real(checkpoints, document, snapshot, round)
+
+        monkeypatch.setattr(Checkpoints, "_write", write)
+
+
+class RoundsDone(Observer):
+    """Lets the first checkpoint be written when round 2 is played, and it has begun."""
+
+    def __init__(self, slow, wait_until):
+        self.slow, self.wait_until, self.rounds = slow, wait_until, []
+
+    def round_done(self, record, seconds):
+        self.rounds.append(record["round"])
+        if record["round"] == 2:
+            self.wait_until(lambda: self.slow.begun)
+            assert len(self.slow.begun) == 1
+            self.slow.go_on.set()
+
+
+def test_a_round_is_played_while_the_checkpoint_before_it_is_written(
+    tiny, small, tmp_path, undisturbed, contents, monkeypatch, wait_until
+):
+    """The first is held until round 2 is played; the second waits for it, so none is left out."""
+    slow = Slow(monkeypatch)
+    play(start(tiny(small), tmp_path / "run"), RoundsDone(slow, wait_until))
+    assert slow.begun == [(1, False), (2, False), (3, False), (4, False)]
+    assert contents(tmp_path / "run") == undisturbed
+    assert reopen(tmp_path / "run").state.round == 4
+
+
+def test_what_went_wrong_with_a_checkpoint_is_said_when_the_next_is_due(tiny, small, tmp_path, monkeypatch, wait_until):
+    slow = Slow(monkeypatch, CheckpointError("cannot write the checkpoint"))
+    observer = RoundsDone(slow, wait_until)
+    with pytest.raises(CheckpointError, match="cannot write the checkpoint"):
+        play(start(tiny(small), tmp_path / "run"), observer)
+    assert observer.rounds == [1, 2]
+
+
+def test_what_went_wrong_with_the_last_checkpoint_is_said_before_results_are_made(tiny, small, tmp_path, monkeypatch):
+    slow = Slow(monkeypatch, CheckpointError("cannot write the checkpoint"))
+    slow.go_on.set()
+    with pytest.raises(CheckpointError, match="cannot write the checkpoint"):
+        play(start(tiny({**small, "method": "jfat", "rounds": 1, "train.warmup": 0}), tmp_path / "run"))
+    assert not (tmp_path / "run" / "results.json").exists()
+
+
+def test_ctrl_c_waits_for_the_checkpoint_that_is_being_written(
+    tiny, small, stop, tmp_path, undisturbed, contents, monkeypatch
+):
+    slow, path = Slow(monkeypatch), tmp_path / "run"
+
+    class Release(stop):
+        def round_done(self, record, seconds):
+            if record["round"] == 2:
+                threading.Timer(0.05, slow.go_on.set).start()
+            super().round_done(record, seconds)
+
+    with pytest.raises(RunStoppedError, match="after round 2"):
+        play(start(tiny(small), path), Release(after_round=2))
+    assert [number for number, _ in slow.begun] == [1, 2]
+    monkeypatch.undo()
+    run = reopen(path)
+    assert run.state.round == 2
+    play(run)
+    assert contents(path) == undisturbed
+
+
+def test_timings_say_all_that_a_round_costs(tiny, small, tmp_path, monkeypatch):
+    """Playing takes 8 seconds, its line in the journal 2, holding up for a checkpoint 4, telling the observer 1."""
+    real_round, real_append, real_prepare = play_module.play_round, Journal.append, Checkpoints.prepare
+    clock = SimpleNamespace(now=0)
+    monkeypatch.setattr(play_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+
+    def taking(seconds, real):
+        def slow(*arguments, **keywords):
+            clock.now += seconds
+            return real(*arguments, **keywords)
+
+        return slow
+
+    def append(journal, record):
+        clock.now += 2 if "module" in record else 0
+        real_append(journal, record)
+
+    class Told(Observer):
+        def round_done(self, record, seconds):
+            clock.now += 1
+
+    monkeypatch.setattr(play_module, "play_round", taking(8, real_round))
+    monkeypatch.setattr(Journal, "append", append)
+    monkeypatch.setattr(Checkpoints, "prepare", taking(4, real_prepare))
+    play(start(tiny({**small, "checkpoint.every": 2}), tmp_path / "run"), Told())
+    lines = [json.loads(line) for line in (tmp_path / "run" / "timings.jsonl").read_text().splitlines()]
+    names = ("seconds", "journal_seconds", "checkpoint_seconds", "total_seconds")
+    assert [tuple(line[name] for name in names) for line in lines] == [
+        (8, 2, 0, 10), (8, 2, 0, 11), (8, 2, 4, 15), (8, 2, 0, 11),
+    ]  # fmt: skip
+
+
+# Finished runs -------------------------------------------------------------------------------------------------------
 
 
 def test_resuming_a_finished_run_changes_nothing(finished, undisturbed):
