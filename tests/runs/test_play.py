@@ -400,7 +400,8 @@ def test_three_rounds_in_a_row_without_an_update_stop_the_run(tiny, tmp_path, mo
 def test_a_run_that_bad_updates_have_spoilt_goes_back_to_where_it_was_sound(tiny, tmp_path, monkeypatch, contents):
     """In round 3 every client sends what looks good and ruins the model: from then on nobody can train it.
 
-    Both checkpoints that are kept have the ruined model; the one of round 2 is kept as well.
+    Both checkpoints that are kept have the ruined model, and so has that of the best round, 3; that of round 2 is kept
+    as well.
     """
     settings = {"method": "jfat", "rounds": 7, "train.iterations": 1, "attack.steps": 1}
     settings |= {"evaluate.clients": 1, "evaluate.steps": 1, "evaluate.test_samples": 10}
@@ -419,10 +420,10 @@ def test_a_run_that_bad_updates_have_spoilt_goes_back_to_where_it_was_sound(tiny
     with pytest.raises(TrainingError, match=r"3 rounds in a row had no usable update") as failed:
         play(start(tiny(settings), path))
     assert str(failed.value).endswith(f"go back with: fedprophet train --resume {path} --from-round 2")
-    assert sorted(folder.name[-1] for folder in (path / "checkpoints").iterdir()) == ["2", "5", "6"]
+    assert sorted(folder.name[-1] for folder in (path / "checkpoints").iterdir()) == ["2", "3", "5", "6"]
     monkeypatch.setattr(PlainEngine, "map", real)
-    with pytest.raises(CheckpointError, match="there is no checkpoint of round 3"):
-        reopen(path, round=3)
+    with pytest.raises(CheckpointError, match="there is no checkpoint of round 4"):
+        reopen(path, round=4)
     play(reopen(path, round=2))
     assert contents(path) == contents(tmp_path / "undisturbed")
 

@@ -9,7 +9,7 @@ is lost, altered or older than the checkpoint is never mistaken for the client's
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -152,6 +152,18 @@ class ClientStore:
             self._hand_out(key, client)
         keys = list(self._unwritten)
         return lambda: self._write(keys)
+
+    def files(self, timeline: Timeline, rounds: Collection[int]) -> Iterator[tuple[str, bytes]]:
+        """Yield each client's file, after its path in the directory, with only the layers that count after `rounds`."""
+        assert self.directory is not None
+        for key, digests in sorted(self._digests.items()):
+            found, newest = self._find(key), {timeline.newest(digests, number + 1) for number in rounds}
+            versions: dict[int, Layers] = {}
+            for version in sorted(version for version in newest if version is not None):
+                if found is None or version not in found.versions:
+                    raise self._other(key, version)
+                versions[version] = found.versions[version]
+            yield self._path(key).relative_to(self.directory).as_posix(), _to_bytes(versions, digests)
 
     def _hand_out(self, key: Key, client: _Client) -> None:
         if client.dirty:

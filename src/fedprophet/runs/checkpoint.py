@@ -11,6 +11,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -22,12 +23,13 @@ from fedprophet.config.config import Config, machine_keys
 from fedprophet.errors import CheckpointError
 from fedprophet.messages.codec import CodecError, decode, encode
 from fedprophet.runs.folder import FolderContents
-from fedprophet.runs.tensor_files import Snapshot, TensorFiles, file_name
+from fedprophet.runs.tensor_files import Snapshot, TensorFiles, digest_of, file_name
 from fedprophet.storage.files import (
     file_hash,
     how_to_resume,
     make_folder,
     sync_folder,
+    tensor_pieces,
     tensors_from_bytes,
     write_synced,
 )
@@ -52,6 +54,21 @@ class Loaded(NamedTuple, Generic[S]):
     folder: FolderContents | None
 
 
+class Raw(NamedTuple):
+    """A checkpoint as it is written: the content of state.json, without its digest, and the tensors that it names."""
+
+    document: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+
+    def files(self) -> dict[str, list[memoryview]]:
+        """Return the checkpoint's files by name, each in pieces; the tensors are in one file."""
+        pieces = tensor_pieces(self.tensors)
+        digest = digest_of(pieces)
+        names = {digest: {name: name for name in self.tensors}}
+        document = _sealed({**self.document, "format": FORMAT, "tensors": names})
+        return {STATE: [memoryview(document)], file_name(digest): pieces}
+
+
 class _UnusableError(Exception):
     """Why a checkpoint cannot be used."""
 
@@ -69,16 +86,29 @@ class Checkpoints:
         """Whether there is a checkpoint at all, usable or not."""
         return bool(self._folders())
 
-    def save(self, state: object, round: int, known: FolderContents | None = None, proven: int | None = None) -> None:
+    def save(
+        self,
+        state: object,
+        round: int,
+        known: FolderContents | None = None,
+        proven: int | None = None,
+        best: int | None = None,
+    ) -> None:
         """Write the state after a round, and what is known of the rest of the run's folder.
 
         Older checkpoints are removed only once this one is on the disk. The newest one up to the round `proven`, from
-        which training has certainly gone on, always stays.
+        which training has certainly gone on, always stays, and so does that of the round `best`, where there is one:
+        its model is the best model of later ones, with which it shares its files.
         """
-        self.prepare(state, round, known, proven)()
+        self.prepare(state, round, known, proven, best)()
 
     def prepare(
-        self, state: object, round: int, known: FolderContents | None = None, proven: int | None = None
+        self,
+        state: object,
+        round: int,
+        known: FolderContents | None = None,
+        proven: int | None = None,
+        best: int | None = None,
     ) -> Callable[[], None]:
         """Return what saves a state as it is now (see `save`); another thread may call it, before the next is prepared.
 
@@ -98,12 +128,20 @@ class Checkpoints:
 
         def write() -> None:
             self._write(document, snapshot, round)
-            self._prune(round, round if proven is None else proven)
+            self._prune(round, round if proven is None else proven, best)
 
         return write
 
     def load(self, kind: type[S], round: int | None = None) -> Loaded[S]:
         """Return the newest whole state of this configuration, or that of a round; CheckpointError if there is none."""
+        return self._newest(partial(_read_state, kind), round)
+
+    def load_raw(self, round: int | None = None) -> Loaded[Raw]:
+        """Return the newest whole checkpoint as it is written, or that of a round, like `load`."""
+        return self._newest(lambda folder, document: Raw(document, _read_tensors(folder, document)), round)
+
+    def _newest(self, read: Callable[[Path, dict[str, Any]], S], round: int | None) -> Loaded[S]:
+        """Return what is read from the newest checkpoint that is whole."""
         reasons: list[str] = []
         folders = self._folders()
         if round is not None and round not in folders:
@@ -112,7 +150,7 @@ class Checkpoints:
         for number, folder in folders.items() if round is None else [(round, folders[round])]:
             try:
                 document = self._read_document(folder)
-                state, known = _read_state(kind, folder, document), _read_contents(document)
+                state, known = read(folder, document), _read_contents(document)
             except _UnusableError as reason:
                 reasons.append(f"the checkpoint of round {number} is not used: {reason}")
                 continue
@@ -155,8 +193,7 @@ class Checkpoints:
             temporary = folder.with_suffix(".tmp")
             temporary.mkdir()
             names = self._files.write(temporary, snapshot)
-            whole = {**document, "tensors": names}
-            write_synced(temporary / STATE, _dump({**whole, "digest": _digest(_dump(whole))}))
+            write_synced(temporary / STATE, _sealed({**document, "tensors": names}))
             _put_in_place(temporary, folder)
         except OSError as error:
             with suppress(OSError):
@@ -222,10 +259,10 @@ class Checkpoints:
         """Return the newest checkpoint up to a round, usable or not."""
         return next((number for number in self._folders() if number <= round), None)
 
-    def _prune(self, round: int, proven: int) -> None:
-        """Remove all but the newest checkpoints up to this round, and the proven one."""
+    def _prune(self, round: int, proven: int, best: int | None) -> None:
+        """Remove all but the newest checkpoints up to this round, the proven one and that of the best round."""
         old = [number for number in self._folders() if number <= round][self._keep :]
-        self._remove(number for number in old if number != self.newest(proven))
+        self._remove(number for number in old if number not in (self.newest(proven), best))
 
     def _remove(self, rounds: Iterable[int]) -> None:
         """Remove checkpoints. They are renamed first: none is ever half there."""
@@ -292,11 +329,16 @@ def _read(path: Path) -> bytes:
         raise _UnusableError(f"its {path.name} cannot be read: {error.strerror}") from error
 
 
+def _sealed(document: Mapping[str, Any]) -> bytes:
+    """Return a document with its digest, as it is written."""
+    return _dump({**document, "digest": _digest(_dump(document))})
+
+
 def _authentic(document: dict[str, Any], text: bytes) -> bool:
     """Take the digest out of a document; whether it fits the rest, and `text` is what we wrote, to the byte."""
     digest = document.pop("digest", None)
     try:
-        return digest == _digest(_dump(document)) and text == _dump({**document, "digest": digest})
+        return digest == _digest(_dump(document)) and text == _sealed(document)
     except ValueError:
         # A number that grew beyond a float's range cannot be written again.
         return False

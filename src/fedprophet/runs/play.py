@@ -164,7 +164,8 @@ class _Keeper:
         began = time.monotonic()
         self._writer.wait()
         write_layers = self._layers.changes()
-        write_state = self._checkpoints.prepare(state, state.round, self._contents(state.round), state.proven)
+        contents, best = self._contents(state.round), state.best.round if state.best else None
+        write_state = self._checkpoints.prepare(state, state.round, contents, state.proven, best)
 
         def write() -> None:
             write_layers()

@@ -5,7 +5,7 @@ best model, as the same objects: tensors of a state are never changed in place. 
 last checkpoint is known by its identity, and nothing is compared or hashed for that.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -75,10 +75,7 @@ class TensorFiles:
             self._link(digest, folder)
         for group in snapshot.groups:
             pieces = tensor_pieces(group)
-            hasher = file_hash()
-            for piece in pieces:
-                hasher.update(piece)
-            digest = hasher.hexdigest()
+            digest = digest_of(pieces)
             if digest not in names:  # never into a file that is there already: an older checkpoint shares it
                 write_synced(folder / file_name(digest), *pieces)
             names.setdefault(digest, {}).update({name: name for name in group})
@@ -111,13 +108,17 @@ def file_name(digest: str) -> str:
     return f"tensors-{digest[:16]}.safetensors"
 
 
+def digest_of(pieces: Iterable[memoryview]) -> str:
+    """Return the digest of a file that is written in pieces."""
+    hasher = file_hash()
+    for piece in pieces:
+        hasher.update(piece)
+    return hasher.hexdigest()
+
+
 def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors in the host's memory. Those of a GPU are copied, all at once, and waited for."""
     copies = {name: value.detach().to("cpu", non_blocking=True) for name, value in tensors.items()}
-    for device in _gpus(tensors):
+    for device in {value.device for value in tensors.values() if value.is_cuda}:
         torch.cuda.synchronize(device)
     return copies
-
-
-def _gpus(tensors: Mapping[str, Tensor]) -> Iterator[torch.device]:
-    yield from {value.device for value in tensors.values() if value.is_cuda}

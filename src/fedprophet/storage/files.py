@@ -23,7 +23,7 @@ PILOT = "deploy.toml"
 TRY_AGAIN = "Make room there or correct its permissions, then try again"
 
 
-def file_hash(data: bytes = b"") -> "hashlib.blake2b":
+def file_hash(data: bytes | memoryview = b"") -> "hashlib.blake2b":
     """Return the hash by which the files of a run are known, begun with some data."""
     return hashlib.blake2b(data, digest_size=32)
 
