@@ -56,6 +56,7 @@ def test_json(cli, run):
         (("pack", "run", "--part", "1kB"), "error: --part: a part has at least 65536 bytes, not 1000"),
         (("pack", "run", "--most", "1kB"), "error: --most: the parts take"),
         (("pack", "run", "--most", "0"), "error: --most: a size must be positive"),
+        (("pack", "run", "--round", "last"), "error: --round: 'last' is neither a round's number nor best"),
         (("pack", "run", "--round", "77"), "error: there is no checkpoint of round 77"),
         (("pack", "run", "--out", "run"), "error: run is not empty, and nothing is overwritten"),
         (("pack", "nowhere"), "error: there is no run in nowhere"),

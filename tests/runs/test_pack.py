@@ -145,10 +145,28 @@ def test_a_limit_on_all_parts_together(tiny, small, stop, tmp_path):
     with pytest.raises(RunStoppedError):
         play(start(config, tmp_path / "run"), stop(after_round=3))
     whole = pack(tmp_path / "run", tmp_path / "parts", PART).bytes
-    with pytest.raises(ConfigError, match=r"--most: the parts take \d+ bytes .*, and 1000 are allowed.*--round 2"):
+    said = (
+        r"--most: the parts take \d+ bytes .*, and 1000 are allowed\. The checkpoint of the best round, 2, takes less"
+    )
+    with pytest.raises(ConfigError, match=said):
         pack(tmp_path / "run", tmp_path / "other", PART, most=1000)
     assert not (tmp_path / "other").exists()
-    assert pack(tmp_path / "run", tmp_path / "best", PART, round=2, most=whole).bytes < whole
+    packed = pack(tmp_path / "run", tmp_path / "best", PART, round="best", most=whole)
+    assert packed.round == 2
+    assert packed.bytes < whole
+
+
+def test_the_checkpoint_of_the_best_round_stays_and_a_run_goes_on_from_it(tiny, small, stop, tmp_path, contents):
+    """Round 3 alone was evaluated: two rounds later its checkpoint is still there, and the layers of its time."""
+    settings = {**small, "rounds": 7, "evaluate.every": 3, "convergence.patience": 6, "population.clients": 4}
+    config = tiny({**settings, "checkpoint.keep": 1, "memory.budget": "100%"})
+    play(start(config, tmp_path / "whole"))
+    with pytest.raises(RunStoppedError):
+        play(start(config, tmp_path / "run"), stop(after_round=5))
+    assert reopen(tmp_path / "run").state.best.round == 3
+    assert pack(tmp_path / "run", tmp_path / "parts", PART, round="best").round == 3
+    play(reopen(unpack(tmp_path / "parts", tmp_path / "there").run))
+    assert contents(tmp_path / "there") == contents(tmp_path / "whole")
 
 
 def test_a_part_that_is_too_small(stopped, tmp_path):

@@ -1,7 +1,7 @@
 """`fedprophet runs`: runs as folders, which move from machine to machine."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -23,8 +23,10 @@ def pack_command(
         Path | None, typer.Option(metavar="DIR", help="A new folder for the parts. Default: RUN.pack")
     ] = None,
     round_: Annotated[
-        int | None,
-        typer.Option("--round", metavar="N", help="Pack the checkpoint of round N instead of the newest one."),
+        str | None,
+        typer.Option(
+            "--round", metavar="N", help="Pack the checkpoint of round N, or of the best round; default: the newest."
+        ),
     ] = None,
     most: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Write nothing if all parts together are larger.")
@@ -36,17 +38,20 @@ def pack_command(
     One checkpoint is packed, and all that a resume from it needs; of a finished run also its results and its model.
     Other checkpoints stay here. The data and the starting weights are not packed: the other machine needs its own.
 
+    With --round best a run takes the least room, since its best model is not another one. What was trained since the
+    best round is trained again.
+
     Examples:
 
       fedprophet runs pack runs/cifar10-fedprophet-1 --part 16MiB
 
-      fedprophet runs pack runs/cifar10-fedprophet-1 --out parts --most 60MiB
+      fedprophet runs pack runs/cifar10-fedprophet-1 --out parts --round best --most 60MiB
     """
     sizes = {"--part": part, **({} if most is None else {"--most": most})}
     limits = {option: _size(option, text) for option, text in sizes.items()}
     folder = out or run.with_name(f"{run.absolute().name}.pack")
     with progress_bar(in_bytes=True) as watch:
-        packed = pack(run, folder, limits["--part"], round_, limits.get("--most"), watch)
+        packed = pack(run, folder, limits["--part"], _round(round_), limits.get("--most"), watch)
     for note in packed.notes:
         typer.echo(f"note: {note}", err=True)
     if json_:
@@ -87,6 +92,16 @@ def unpack_command(
         return
     typer.echo(f"{unpacked.run}, round {unpacked.round}: {format_size(unpacked.bytes)}")
     typer.echo("It is finished." if unpacked.finished else resume_hint(unpacked.run))
+
+
+def _round(text: str | None) -> int | Literal["best"] | None:
+    if text is None:
+        return None
+    if text == "best":
+        return "best"
+    if not (text.isascii() and text.isdigit()):
+        raise ConfigError(f"--round: {text!r} is neither a round's number nor best")
+    return int(text)
 
 
 def _size(option: str, text: str) -> int:

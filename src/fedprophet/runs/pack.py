@@ -80,10 +80,16 @@ class _File(NamedTuple):
 
 
 def pack(
-    run: Path, out: Path, part: int, round: int | None = None, most: int | None = None, watch: Watch = unwatched
+    run: Path,
+    out: Path,
+    part: int,
+    round: int | Literal["best"] | None = None,
+    most: int | None = None,
+    watch: Watch = unwatched,
 ) -> Packed:
     """Pack a run, at its newest whole checkpoint or that of a round, into a folder of files of at most `part` bytes.
 
+    At its best round so far a run is smallest: the best model is the model. Without one, that is the newest checkpoint.
     With `most`, nothing is written if all parts together are larger than that.
     """
     if part < LEAST_PART:
@@ -97,14 +103,16 @@ def pack(
     with folder_lock(run, refuse):
         files = RunFiles(run)
         checkpoints = Checkpoints(files.checkpoints, load_config(files.config))
-        loaded = checkpoints.load_raw(round)
+        loaded = checkpoints.load_raw(None if round == "best" else round)
+        best = (loaded.state.document["state"]["best"] or {}).get("round")
+        if round == "best" and best not in (None, loaded.round):
+            loaded = checkpoints.load_raw(best)
         layers = ClientStore(files.clients, LAYERS_MEMORY)
         notes = [*loaded.notes, *_checked(files, layers, loaded)]
-        finished = is_finished(files) and loaded.round == checkpoints.newest(loaded.round) and round is None
+        finished = is_finished(files) and not checkpoints.later_than(loaded.round)
         contents = [*_contents(files, layers, loaded), *(_results(files) if finished else ())]
         about = {"name": run.absolute().name, "round": loaded.round, "finished": finished}
         stream = _squeezed(contents, about, watch)
-        best = (loaded.state.document["state"]["best"] or {}).get("round")
         if most is not None and len(stream) > most:
             raise _too_large(len(stream), most, checkpoints, loaded.round, best)
         parts = write_parts(stream, out, part)
@@ -137,7 +145,7 @@ def _checked(files: RunFiles, layers: ClientStore, loaded: Loaded[Raw]) -> Itera
 def _too_large(size: int, most: int, checkpoints: Checkpoints, round: int, best: int | None) -> ConfigError:
     smaller = ""
     if best is not None and best < round and checkpoints.newest(best) == best:
-        smaller = f". That of round {best} takes less, since its model is the best model, too: --round {best}"
+        smaller = f". The checkpoint of the best round, {best}, takes less: --round best"
     return ConfigError(f"--most: the parts take {size} bytes ({format_size(size)}), and {most} are allowed{smaller}")
 
 
