@@ -49,6 +49,15 @@ def test_json(cli, run):
     assert json.loads((run.parent / "there" / "results.json").read_text())["rounds"] == packed["round"]
 
 
+def test_a_run_that_is_the_current_folder_is_packed_beside_it(cli, run, monkeypatch):
+    monkeypatch.chdir(run)
+    assert cli("runs", "pack", ".").code == 0
+    (run.parent / "empty").mkdir()
+    monkeypatch.chdir(run.parent / "empty")
+    assert cli("runs", "unpack", "../run.pack", "--out", ".").code == 0
+    assert (run.parent / "empty" / "config.toml").exists()
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

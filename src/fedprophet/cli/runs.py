@@ -1,5 +1,6 @@
 """`fedprophet runs`: runs as folders, which move from machine to machine."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -49,7 +50,7 @@ def pack_command(
     """
     sizes = {"--part": part, **({} if most is None else {"--most": most})}
     limits = {option: _size(option, text) for option, text in sizes.items()}
-    folder = out or run.with_name(f"{run.absolute().name}.pack")
+    folder = out or _beside(run)
     with progress_bar(in_bytes=True) as watch:
         packed = pack(run, folder, limits["--part"], _round(round_), limits.get("--most"), watch)
     for note in packed.notes:
@@ -62,7 +63,7 @@ def pack_command(
     typer.echo(f"in {folder}: {len(packed.parts)} files, {format_size(packed.bytes)}")
     if packed.left_out:
         typer.echo(f"left out: {', '.join(packed.left_out)}")
-    typer.echo(f"On the other machine: fedprophet runs unpack {folder.name}")
+    typer.echo(f"On the other machine: fedprophet runs unpack {shlex.quote(folder.name)}")
 
 
 @runs_app.command("unpack")
@@ -92,6 +93,11 @@ def unpack_command(
         return
     typer.echo(f"{unpacked.run}, round {unpacked.round}: {format_size(unpacked.bytes)}")
     typer.echo("It is finished." if unpacked.finished else resume_hint(unpacked.run))
+
+
+def _beside(run: Path) -> Path:
+    named = run if run.name.strip(".") else run.resolve()
+    return named.with_name(f"{named.name}.pack")
 
 
 def _round(text: str | None) -> int | Literal["best"] | None:

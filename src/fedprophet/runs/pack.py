@@ -347,17 +347,18 @@ def _expanded(manifest: _Manifest, data: memoryview, watch: Watch) -> Iterator[t
 
 def _write(run: Path, files: Iterable[tuple[str, memoryview]]) -> None:
     """Write a run's files under another name, which is changed when all are on the disk."""
-    temporary = run.with_name(f".{run.name}.tmp")
+    whole = run.resolve()
+    temporary = whole.with_name(f".{whole.name}.tmp")
     try:
-        make_folder(run.parent)
+        make_folder(whole.parent)
         shutil.rmtree(temporary, ignore_errors=True)  # what a kill has left
         for path, content in files:
             make_folder((temporary / path).parent)
             write_synced(temporary / path, content)
         for folder in {(temporary / path).parent for path, _ in files}:
             sync_folder(folder)
-        temporary.rename(run)
-        sync_folder(run.parent)
+        temporary.rename(whole)
+        sync_folder(whole.parent)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise write_error(run, error, TRY_AGAIN) from error
