@@ -79,6 +79,17 @@ def test_a_finished_run_is_packed_with_its_results_and_model(finished, tmp_path,
     assert (tmp_path / "exported").read_bytes() == undisturbed["model.safetensors"]
 
 
+def test_a_finished_baseline_is_packed_as_it_is_though_an_earlier_round_is_the_best(tiny, small, tmp_path, contents):
+    config = tiny({**small, "method": "jfat", "rounds": 3, "evaluate.every": 1, "checkpoint.keep": 9})
+    play(start(config, tmp_path / "run"))
+    state = reopen(tmp_path / "run").state
+    assert state.best is not None
+    packed = pack(tmp_path / "run", tmp_path / "parts", PART, round="best")
+    assert (packed.round, packed.finished) == (3, True)
+    unpack(tmp_path / "parts", tmp_path / "there")
+    assert contents(tmp_path / "there") == contents(tmp_path / "run")
+
+
 def test_a_model_that_is_the_checkpoints_costs_next_to_nothing(finished, tmp_path):
     with_model = pack(finished, tmp_path / "with", PART).bytes
     size = (finished / "model.safetensors").stat().st_size

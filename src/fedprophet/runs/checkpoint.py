@@ -253,11 +253,11 @@ class Checkpoints:
 
     def drop_after(self, round: int) -> None:
         """Remove the checkpoints of later rounds, which are played again."""
-        self._remove(self.later_than(round))
+        self._remove(number for number in self._folders() if number > round)
 
-    def later_than(self, round: int) -> list[int]:
-        """Return the rounds after this one that have a checkpoint, usable or not."""
-        return [number for number in self._folders() if number > round]
+    def rounds(self) -> list[int]:
+        """Return the rounds that have a checkpoint, usable or not, the newest first."""
+        return list(self._folders())
 
     def newest(self, round: int) -> int | None:
         """Return the newest checkpoint up to a round, usable or not."""

@@ -89,7 +89,8 @@ def pack(
 ) -> Packed:
     """Pack a run, at its newest whole checkpoint or that of a round, into a folder of files of at most `part` bytes.
 
-    At its best round so far a run is smallest: the best model is the model. Without one, that is the newest checkpoint.
+    At its best round so far a run is smallest: its best model is not another one. Where that holds for the newest
+    checkpoint, too, as before there is a best round and at the end of a run, "best" is that one.
     With `most`, nothing is written if all parts together are larger than that.
     """
     if part < LEAST_PART:
@@ -104,17 +105,17 @@ def pack(
         files = RunFiles(run)
         checkpoints = Checkpoints(files.checkpoints, load_config(files.config))
         loaded = checkpoints.load_raw(None if round == "best" else round)
-        best = (loaded.state.document["state"]["best"] or {}).get("round")
-        if round == "best" and best not in (None, loaded.round):
+        best = _other_best(loaded)
+        if round == "best" and best is not None:
             loaded = checkpoints.load_raw(best)
         layers = ClientStore(files.clients, LAYERS_MEMORY)
         notes = [*loaded.notes, *_checked(files, layers, loaded)]
-        finished = is_finished(files) and not checkpoints.later_than(loaded.round)
+        finished = is_finished(files) and loaded.round == max(checkpoints.rounds())
         contents = [*_contents(files, layers, loaded), *(_results(files) if finished else ())]
         about = {"name": run.absolute().name, "round": loaded.round, "finished": finished}
         stream = _squeezed(contents, about, watch)
         if most is not None and len(stream) > most:
-            raise _too_large(len(stream), most, checkpoints, loaded.round, best)
+            raise _too_large(len(stream), most, best if best in checkpoints.rounds() else None)
         parts = write_parts(stream, out, part)
     return Packed(
         round=loaded.round,
@@ -142,10 +143,15 @@ def _checked(files: RunFiles, layers: ClientStore, loaded: Loaded[Raw]) -> Itera
         yield from check_folder(files, layers, loaded.folder, to_read=False)
 
 
-def _too_large(size: int, most: int, checkpoints: Checkpoints, round: int, best: int | None) -> ConfigError:
-    smaller = ""
-    if best is not None and best < round and checkpoints.newest(best) == best:
-        smaller = f". The checkpoint of the best round, {best}, takes less: --round best"
+def _other_best(loaded: Loaded[Raw]) -> int | None:
+    """Return the best round of a checkpoint whose best model is another than its model."""
+    state = loaded.state.document["state"]
+    best: int | None = state["best"]["round"] if state["best"] and state["best_model"] != state["model"] else None
+    return best
+
+
+def _too_large(size: int, most: int, best: int | None) -> ConfigError:
+    smaller = "" if best is None else f". The checkpoint of the best round, {best}, takes less: --round best"
     return ConfigError(f"--most: the parts take {size} bytes ({format_size(size)}), and {most} are allowed{smaller}")
 
 
@@ -178,8 +184,7 @@ def _without_unused(raw: Raw) -> Raw:
     """Return a checkpoint without the best model while there is no best round: until there is, nobody asks for it."""
     state = raw.document["state"]
     if state["best"] is None:
-        ours = {name: state.get(name.removeprefix("best_"), value) for name, value in state.items()}
-        state = {name: ours[name] if name.startswith("best_") else value for name, value in state.items()}
+        state = {name: state.get(name.removeprefix("best_"), value) for name, value in state.items()}
     named = set(_texts(state))
     tensors = {name: value for name, value in raw.tensors.items() if name in named}
     return Raw({**raw.document, "state": state}, tensors)
