@@ -80,10 +80,9 @@ def test_a_finished_run_is_packed_with_its_results_and_model(finished, tmp_path,
 
 
 def test_a_finished_baseline_is_packed_as_it_is_though_an_earlier_round_is_the_best(tiny, small, tmp_path, contents):
-    config = tiny({**small, "method": "jfat", "rounds": 3, "evaluate.every": 1, "checkpoint.keep": 9})
+    config = tiny({**small, "method": "jfat", "rounds": 3, "evaluate.every": 1, "checkpoint.keep": 9, "seed": 2})
     play(start(config, tmp_path / "run"))
-    state = reopen(tmp_path / "run").state
-    assert state.best is not None
+    assert reopen(tmp_path / "run").state.best.round < 3
     packed = pack(tmp_path / "run", tmp_path / "parts", PART, round="best")
     assert (packed.round, packed.finished) == (3, True)
     unpack(tmp_path / "parts", tmp_path / "there")
