@@ -302,6 +302,54 @@ def test_a_full_disk_keeps_the_old_file_and_the_changes(tmp_path: Path, monkeypa
     assert get(ClientStore(folder, MANY), 1, 9) == 2
 
 
+def test_changes_are_written_as_they_were_when_they_were_handed_out(tmp_path: Path) -> None:
+    store = ClientStore(tmp_path / "clients", MANY)
+    put(store, 1, 1)
+    write = store.changes()
+    put(store, 1, 2)
+    write()
+    assert get(ClientStore(tmp_path / "clients", MANY), 1, 9) == 1
+    store.flush()
+    assert get(ClientStore(tmp_path / "clients", MANY), 1, 9) == 2
+
+
+def test_what_waits_to_be_written_is_found_though_it_has_left_memory(tmp_path: Path) -> None:
+    """There is memory for one client; its file is not there yet, or has older layers."""
+    store = ClientStore(tmp_path / "clients", 24)
+    put(store, 1, 1)
+    store.flush()
+    put(store, 1, 2)
+    write = store.changes()
+    put(store, 2, 2)
+    assert get(store, 1, 9) == 2
+    write()
+    assert get(ClientStore(tmp_path / "clients", MANY), 1, 9) == 2
+
+
+def test_a_newer_version_that_leaves_memory_is_not_overwritten_by_older_changes(tmp_path: Path) -> None:
+    store = ClientStore(tmp_path / "clients", 48)
+    put(store, 1, 1)
+    write = store.changes()
+    put(store, 1, 2)
+    put(store, 2, 2)
+    put(store, 3, 2)
+    assert versions(ClientStore(tmp_path / "clients", MANY), 1) == [1, 2], "it was written when it left"
+    write()
+    assert versions(ClientStore(tmp_path / "clients", MANY), 1) == [1, 2]
+
+
+def test_changes_that_could_not_be_written_are_among_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ClientStore(tmp_path / "clients", MANY)
+    put(store, 1, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+        with pytest.raises(CheckpointError, match="full"):
+            store.changes()()
+    put(store, 2, 1)
+    store.changes()()
+    assert [get(ClientStore(tmp_path / "clients", MANY), client, 9) for client in (1, 2)] == [1, 1]
+
+
 def test_a_half_written_file_of_a_kill_is_ignored(tmp_path: Path) -> None:
     store = ClientStore(tmp_path, MANY)
     put(store, 1, 1)

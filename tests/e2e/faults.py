@@ -12,8 +12,8 @@ from typing import Any
 
 DEAD = 77
 """The exit code of a process that died at a point."""
-OPERATIONS = ("fsync", "ftruncate", "mkdir", "rename", "replace", "rmdir", "unlink")
-NEED_ROOM = ("fsync", "mkdir", "open", "write", "half")
+OPERATIONS = ("fsync", "ftruncate", "link", "mkdir", "rename", "replace", "rmdir", "unlink")
+NEED_ROOM = ("fsync", "link", "mkdir", "open", "write", "half")
 
 
 class Faults:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save
+from safetensors.torch import load, save
 from torch import Tensor
 
 from fedprophet.config.config import Config
@@ -61,12 +61,25 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+def file_of(checkpoint: Path, name: str) -> Path:
+    """Return the one file of that name, which may have stars."""
+    (path,) = checkpoint.glob(name)
+    return path
+
+
+TENSORS = "tensors-*.safetensors"
+
+
 def test_save_and_load(checkpoints: Checkpoints, folder: Path) -> None:
     assert not checkpoints.present()
     checkpoints.save(state_of(12), 12)
     assert checkpoints.present()
     assert names(folder) == ["round-000012"]
-    assert names(folder / "round-000012") == ["state.json", "tensors.safetensors"]
+    checkpoint = folder / "round-000012"
+    content = file_of(checkpoint, TENSORS).read_bytes()
+    digest = hashlib.blake2b(content, digest_size=32).hexdigest()
+    assert names(checkpoint) == ["state.json", f"tensors-{digest[:16]}.safetensors"]
+    assert load(content).keys() == {"model/conv.weight", "model/bn.count"}
     state, number, notes, _ = checkpoints.load(State)
     assert same(state, state_of(12))
     assert (number, notes) == (12, [])
@@ -75,7 +88,7 @@ def test_save_and_load(checkpoints: Checkpoints, folder: Path) -> None:
 def test_what_state_json_says(checkpoints: Checkpoints, folder: Path) -> None:
     checkpoints.save(state_of(12), 12)
     document = json.loads((folder / "round-000012" / "state.json").read_text())
-    assert document["format"] == 1
+    assert document["format"] == 2
     assert document["round"] == 12
     assert document["config"] == CONFIG.model_dump()
     assert document["state"]["ratio"] == 4.0
@@ -111,8 +124,9 @@ def test_a_checkpoint_as_it_was_written_from_the_beginning(checkpoints: Checkpoi
 def test_the_same_state_gives_the_same_bytes(tmp_path: Path) -> None:
     for name in ("a", "b"):
         Checkpoints(tmp_path / name, CONFIG).save(state_of(3), 3)
-    for file in ("state.json", "tensors.safetensors"):
-        assert (tmp_path / "a/round-000003" / file).read_bytes() == (tmp_path / "b/round-000003" / file).read_bytes()
+    a, b = (tmp_path / name / "round-000003" for name in ("a", "b"))
+    assert names(a) == names(b)
+    assert all((a / name).read_bytes() == (b / name).read_bytes() for name in names(a))
 
 
 @pytest.mark.parametrize(("keep", "left"), [(1, [5]), (2, [4, 5]), (3, [3, 4, 5])])
@@ -202,18 +216,18 @@ def two(checkpoints: Checkpoints) -> Checkpoints:
     return checkpoints
 
 
-@pytest.mark.parametrize("name", ["state.json", "tensors.safetensors"])
+@pytest.mark.parametrize("name", ["state.json", TENSORS])
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.5, 0.9, -1])
 def test_a_truncated_file(two: Checkpoints, folder: Path, name: str, share: float) -> None:
-    path = folder / "round-000002" / name
+    path = file_of(folder / "round-000002", name)
     size = path.stat().st_size
     os.truncate(path, size - 1 if share < 0 else int(size * share))
-    assert_falls_back(two, f"its {name} is damaged")
+    assert_falls_back(two, f"its {path.name} is damaged")
 
 
-@pytest.mark.parametrize("name", ["state.json", "tensors.safetensors"])
+@pytest.mark.parametrize("name", ["state.json", TENSORS])
 def test_any_flipped_bit_is_found(two: Checkpoints, folder: Path, name: str) -> None:
-    path = folder / "round-000002" / name
+    path = file_of(folder / "round-000002", name)
     whole = path.read_bytes()
     for turn, position in enumerate(range(0, len(whole), max(1, len(whole) // 80))):
         bit = (0, 3, 5)[turn % 3]
@@ -224,9 +238,10 @@ def test_any_flipped_bit_is_found(two: Checkpoints, folder: Path, name: str) -> 
 
 
 def test_a_longer_tensor_file_is_found(two: Checkpoints, folder: Path) -> None:
-    with (folder / "round-000002" / "tensors.safetensors").open("ab") as file:
+    path = file_of(folder / "round-000002", TENSORS)
+    with path.open("ab") as file:
         file.write(b"x")
-    assert_falls_back(two, "tensors.safetensors is damaged")
+    assert_falls_back(two, f"{path.name} is damaged")
 
 
 def test_a_number_beyond_the_range_of_floats(two: Checkpoints, folder: Path) -> None:
@@ -235,10 +250,11 @@ def test_a_number_beyond_the_range_of_floats(two: Checkpoints, folder: Path) -> 
     assert_falls_back(two, "state.json is damaged")
 
 
-@pytest.mark.parametrize("name", ["state.json", "tensors.safetensors"])
+@pytest.mark.parametrize("name", ["state.json", TENSORS])
 def test_a_missing_file(two: Checkpoints, folder: Path, name: str) -> None:
-    (folder / "round-000002" / name).unlink()
-    assert_falls_back(two, f"its {name} cannot be read: No such file")
+    path = file_of(folder / "round-000002", name)
+    path.unlink()
+    assert_falls_back(two, f"its {path.name} cannot be read: No such file")
 
 
 @pytest.mark.parametrize("text", ["[]", "3", "null", "{}", '{"a": 1}', '"x"'])
@@ -254,13 +270,14 @@ def test_a_file_in_place_of_the_folder(two: Checkpoints, folder: Path) -> None:
 
 
 def test_a_checkpoint_of_another_round_of_the_same_run_is_found_out(two: Checkpoints, folder: Path) -> None:
-    shutil.copy(folder / "round-000001" / "tensors.safetensors", folder / "round-000002" / "tensors.safetensors")
-    assert_falls_back(two, "tensors.safetensors is damaged")
+    path = file_of(folder / "round-000002", TENSORS)
+    shutil.copy(file_of(folder / "round-000001", TENSORS), path)
+    assert_falls_back(two, f"{path.name} is damaged")
 
 
 def test_none_usable_says_why_for_each(two: Checkpoints, folder: Path) -> None:
     (folder / "round-000002" / "state.json").write_text("{")
-    (folder / "round-000001" / "tensors.safetensors").unlink()
+    file_of(folder / "round-000001", TENSORS).unlink()
     with pytest.raises(CheckpointError) as caught:
         two.load(State)
     lines = str(caught.value).splitlines()
@@ -268,7 +285,7 @@ def test_none_usable_says_why_for_each(two: Checkpoints, folder: Path) -> None:
     assert "round 2" in lines[1]
     assert "state.json is damaged" in lines[1]
     assert "round 1" in lines[2]
-    assert "tensors.safetensors cannot be read" in lines[2]
+    assert ".safetensors cannot be read" in lines[2]
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -282,8 +299,8 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 def test_another_format_is_refused_with_a_sentence(two: Checkpoints, folder: Path) -> None:
-    rewrite(folder / "round-000002" / "state.json", lambda d: d.update(format=2, version="9.9"))
-    assert_falls_back(two, "it has format 2, written by FedProphet 9.9; FedProphet")
+    rewrite(folder / "round-000002" / "state.json", lambda d: d.update(format=3, version="9.9"))
+    assert_falls_back(two, "it has format 3, written by FedProphet 9.9; FedProphet")
 
 
 def test_another_version_of_the_package_is_noted(two: Checkpoints, folder: Path) -> None:
@@ -415,7 +432,7 @@ def test_files_and_folders_are_synced_before_the_rename(
     monkeypatch.setattr(Path, "rename", watched_rename)
     checkpoints.save(state_of(1), 1)
     assert events == [
-        "sync tensors.safetensors",
+        f"sync {file_of(folder / 'round-000001', TENSORS).name}",
         "sync state.json",
         "sync round-000001.tmp",
         "rename round-000001.tmp",

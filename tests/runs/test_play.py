@@ -4,8 +4,10 @@ import errno
 import json
 import os
 import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ from fedprophet.engines import make_engine
 from fedprophet.engines.plain import PlainEngine
 from fedprophet.errors import CheckpointError, ConfigError, TrainingError
 from fedprophet.messages.values import SERVER
+from fedprophet.runs import play as play_module
+from fedprophet.runs.checkpoint import Checkpoints
 from fedprophet.runs.export import write_model
 from fedprophet.runs.files import RunFiles
 from fedprophet.runs.journal import Journal
@@ -33,9 +37,7 @@ def test_a_run_leaves_its_config_journal_checkpoints_model_and_results(finished)
     assert {name for name in names if "/" not in name and not name.startswith(".")} == {
         "config.toml", "inputs.json", "journal.jsonl", "timings.jsonl", "model.safetensors", "results.json",
     }  # fmt: skip
-    assert {name for name in names if name.startswith("checkpoints")} == {
-        f"checkpoints/round-00000{r}/{name}" for r in (3, 4) for name in ("state.json", "tensors.safetensors")
-    }
+    assert {Path(name).parts[1] for name in names if name.startswith("checkpoints")} == {"round-000003", "round-000004"}
     assert not any("tmp" in name for name in names)
     lines = [json.loads(line) for line in (finished / "journal.jsonl").read_text().splitlines()]
     assert [line["round"] for line in lines] == [1, 2, 3, 4]
@@ -205,6 +207,122 @@ def test_what_a_kill_left_half_written_does_not_matter(stopped, contents, undist
     assert not list(checkpoints.glob("*.tmp"))
 
 
+# Checkpoints are written beside the rounds ---------------------------------------------------------------------------
+
+
+class Slow:
+    """Holds the writing of checkpoints until it may go on; that of round 1 may fail then."""
+
+    def __init__(self, monkeypatch, error=None):
+        self.go_on, self.begun, real = threading.Event(), [], Checkpoints._write
+
+        def write(checkpoints, document, snapshot, round):
+            self.begun.append((round, threading.current_thread() is threading.main_thread()))
+            self.go_on.wait()
+            if error and round == 1:
+                raise error
+            real(checkpoints, document, snapshot, round)
+
+        monkeypatch.setattr(Checkpoints, "_write", write)
+
+
+class RoundsDone(Observer):
+    """Lets the first checkpoint be written when round 2 is played, and it has begun."""
+
+    def __init__(self, slow, wait_until):
+        self.slow, self.wait_until, self.rounds = slow, wait_until, []
+
+    def round_done(self, record, seconds):
+        self.rounds.append(record["round"])
+        if record["round"] == 2:
+            self.wait_until(lambda: self.slow.begun)
+            assert len(self.slow.begun) == 1
+            self.slow.go_on.set()
+
+
+def test_a_round_is_played_while_the_checkpoint_before_it_is_written(
+    tiny, small, tmp_path, undisturbed, contents, monkeypatch, wait_until
+):
+    """The first is held until round 2 is played; the second waits for it, so none is left out."""
+    slow = Slow(monkeypatch)
+    play(start(tiny(small), tmp_path / "run"), RoundsDone(slow, wait_until))
+    assert slow.begun == [(1, False), (2, False), (3, False), (4, False)]
+    assert contents(tmp_path / "run") == undisturbed
+    assert reopen(tmp_path / "run").state.round == 4
+
+
+def test_what_went_wrong_with_a_checkpoint_is_said_when_the_next_is_due(tiny, small, tmp_path, monkeypatch, wait_until):
+    slow = Slow(monkeypatch, CheckpointError("cannot write the checkpoint"))
+    observer = RoundsDone(slow, wait_until)
+    with pytest.raises(CheckpointError, match="cannot write the checkpoint"):
+        play(start(tiny(small), tmp_path / "run"), observer)
+    assert observer.rounds == [1, 2]
+
+
+def test_what_went_wrong_with_the_last_checkpoint_is_said_before_results_are_made(tiny, small, tmp_path, monkeypatch):
+    slow = Slow(monkeypatch, CheckpointError("cannot write the checkpoint"))
+    slow.go_on.set()
+    with pytest.raises(CheckpointError, match="cannot write the checkpoint"):
+        play(start(tiny({**small, "method": "jfat", "rounds": 1, "train.warmup": 0}), tmp_path / "run"))
+    assert not (tmp_path / "run" / "results.json").exists()
+
+
+def test_ctrl_c_waits_for_the_checkpoint_that_is_being_written(
+    tiny, small, stop, tmp_path, undisturbed, contents, monkeypatch
+):
+    slow, path = Slow(monkeypatch), tmp_path / "run"
+
+    class Release(stop):
+        def round_done(self, record, seconds):
+            if record["round"] == 2:
+                threading.Timer(0.05, slow.go_on.set).start()
+            super().round_done(record, seconds)
+
+    with pytest.raises(RunStoppedError, match="after round 2"):
+        play(start(tiny(small), path), Release(after_round=2))
+    assert [number for number, _ in slow.begun] == [1, 2]
+    monkeypatch.undo()
+    run = reopen(path)
+    assert run.state.round == 2
+    play(run)
+    assert contents(path) == undisturbed
+
+
+def test_timings_say_all_that_a_round_costs(tiny, small, tmp_path, monkeypatch):
+    """Playing takes 8 seconds, its line in the journal 2, holding up for a checkpoint 4, telling the observer 1."""
+    real_round, real_append, real_prepare = play_module.play_round, Journal.append, Checkpoints.prepare
+    clock = SimpleNamespace(now=0)
+    monkeypatch.setattr(play_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+
+    def taking(seconds, real):
+        def slow(*arguments, **keywords):
+            clock.now += seconds
+            return real(*arguments, **keywords)
+
+        return slow
+
+    def append(journal, record):
+        clock.now += 2 if "module" in record else 0
+        real_append(journal, record)
+
+    class Told(Observer):
+        def round_done(self, record, seconds):
+            clock.now += 1
+
+    monkeypatch.setattr(play_module, "play_round", taking(8, real_round))
+    monkeypatch.setattr(Journal, "append", append)
+    monkeypatch.setattr(Checkpoints, "prepare", taking(4, real_prepare))
+    play(start(tiny({**small, "checkpoint.every": 2}), tmp_path / "run"), Told())
+    lines = [json.loads(line) for line in (tmp_path / "run" / "timings.jsonl").read_text().splitlines()]
+    names = ("seconds", "journal_seconds", "checkpoint_seconds", "total_seconds")
+    assert [tuple(line[name] for name in names) for line in lines] == [
+        (8, 2, 0, 10), (8, 2, 0, 11), (8, 2, 4, 15), (8, 2, 0, 11),
+    ]  # fmt: skip
+
+
+# Finished runs -------------------------------------------------------------------------------------------------------
+
+
 def test_resuming_a_finished_run_changes_nothing(finished, undisturbed):
     before = {file: (file.stat().st_mtime_ns, file.read_bytes()) for file in finished.rglob("*") if file.is_file()}
     assert play(reopen(finished)) == json.loads(undisturbed["results.json"])
@@ -285,7 +403,8 @@ def test_three_rounds_in_a_row_without_an_update_stop_the_run(tiny, tmp_path, mo
 def test_a_run_that_bad_updates_have_spoilt_goes_back_to_where_it_was_sound(tiny, tmp_path, monkeypatch, contents):
     """In round 3 every client sends what looks good and ruins the model: from then on nobody can train it.
 
-    Both checkpoints that are kept have the ruined model; the one of round 2 is kept as well.
+    Both checkpoints that are kept have the ruined model, and so has that of the best round, 3; that of round 2 is kept
+    as well.
     """
     settings = {"method": "jfat", "rounds": 7, "train.iterations": 1, "attack.steps": 1}
     settings |= {"evaluate.clients": 1, "evaluate.steps": 1, "evaluate.test_samples": 10}
@@ -304,10 +423,10 @@ def test_a_run_that_bad_updates_have_spoilt_goes_back_to_where_it_was_sound(tiny
     with pytest.raises(TrainingError, match=r"3 rounds in a row had no usable update") as failed:
         play(start(tiny(settings), path))
     assert str(failed.value).endswith(f"go back with: fedprophet train --resume {path} --from-round 2")
-    assert sorted(folder.name[-1] for folder in (path / "checkpoints").iterdir()) == ["2", "5", "6"]
+    assert sorted(folder.name[-1] for folder in (path / "checkpoints").iterdir()) == ["2", "3", "5", "6"]
     monkeypatch.setattr(PlainEngine, "map", real)
-    with pytest.raises(CheckpointError, match="there is no checkpoint of round 3"):
-        reopen(path, round=3)
+    with pytest.raises(CheckpointError, match="there is no checkpoint of round 4"):
+        reopen(path, round=4)
     play(reopen(path, round=2))
     assert contents(path) == contents(tmp_path / "undisturbed")
 

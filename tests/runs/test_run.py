@@ -57,8 +57,12 @@ def test_a_folder_without_a_run(tmp_path):
 
 
 def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(stopped, contents, undisturbed):
-    tensors = stopped / "checkpoints" / "round-000003" / "tensors.safetensors"
-    tensors.write_bytes(tensors.read_bytes()[:-100])
+    before, newest = (
+        {file.name: file for file in (stopped / "checkpoints" / name).glob("tensors-*")}
+        for name in ("round-000002", "round-000003")
+    )
+    (own,) = newest.keys() - before.keys()
+    newest[own].write_bytes(newest[own].read_bytes()[:-100])
     run = reopen(stopped)
     assert run.state.round == 2
     assert any("round 3" in note and "damaged" in note for note in run.notes)

@@ -4,9 +4,11 @@ import os
 import stat
 
 import pytest
+import torch
+from safetensors.torch import load
 
 from fedprophet.errors import CheckpointError
-from fedprophet.storage.files import how_to_resume, is_deployed, parse_json, write_atomic
+from fedprophet.storage.files import how_to_resume, is_deployed, parse_json, tensor_pieces, write_atomic
 
 
 @pytest.mark.parametrize("where", ["pilot/runs/run 1", "alone/run 1"])
@@ -52,3 +54,23 @@ def test_what_is_no_file_is_not_replaced_by_one(tmp_path):
 def test_what_is_no_json_is_a_value_error(text):
     with pytest.raises(ValueError):  # noqa: PT011
         parse_json(text)
+
+
+def test_pieces_make_up_a_safetensors_file_without_a_copy_of_the_tensors():
+    tensors = {
+        "flag": torch.tensor([True, False]),
+        "half": torch.arange(3, dtype=torch.bfloat16),
+        "count": torch.tensor(7),
+        "none": torch.empty(0, 4),
+        "turned": torch.arange(6.0).reshape(2, 3).T,
+        "whole": torch.arange(6.0).reshape(2, 3),
+    }
+    pieces = tensor_pieces(tensors)
+    read = load(b"".join(pieces))
+    assert read.keys() == tensors.keys()
+    for name, value in tensors.items():
+        assert (read[name].dtype, read[name].shape) == (value.dtype, value.shape)
+        assert read[name].equal(value)
+    tensors["whole"].fill_(9)
+    assert load(b"".join(pieces))["whole"].equal(tensors["whole"])
+    assert load(b"".join(tensor_pieces({}))) == {}

@@ -18,6 +18,7 @@ from fedprophet.cli.help_text import use_plain_help
 from fedprophet.cli.latency import latency_command
 from fedprophet.cli.options import AsJson, print_listing
 from fedprophet.cli.partition import partition_command
+from fedprophet.cli.runs import runs_app
 from fedprophet.cli.stopping import stopped_once
 from fedprophet.cli.train import train_command
 from fedprophet.config.choices import engines, methods
@@ -42,6 +43,7 @@ app.command("compare")(compare_command)
 app.command("partition")(partition_command)
 app.command("latency")(latency_command)
 app.command("bench")(bench_command)
+app.add_typer(runs_app, name="runs")
 app.add_typer(fleet_app, name="fleet")
 app.add_typer(data_app, name="data")
 app.add_typer(deploy_app, name="deploy")

@@ -8,10 +8,12 @@ is lost, altered or older than the checkpoint is never mistaken for the client's
 """
 
 import math
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -33,7 +35,7 @@ RESTORE = "Put it back from a copy, or start the run anew"
 
 @dataclass
 class _Client:
-    """A client in memory; `dirty` until its file has the same content."""
+    """A client in memory; `dirty` until its content is in its file, or handed out to be written."""
 
     versions: dict[int, Layers] = field(default_factory=dict)
     dirty: bool = False
@@ -41,6 +43,13 @@ class _Client:
     @property
     def size(self) -> int:
         return sum(tensor.nbytes for layers in self.versions.values() for tensor in layers.values())
+
+
+class _Content(NamedTuple):
+    """What a client's file is to hold. Neither table is ever changed: the store replaces them."""
+
+    versions: Mapping[int, Layers]
+    digests: Mapping[int, str]
 
 
 class ClientStore:
@@ -61,6 +70,9 @@ class ClientStore:
         self._complete = directory is None
         """Whether `_digests` has every client: then the files of others are left by an interrupted run."""
         self._lent: set[Key] = set()
+        self._unwritten: dict[Key, _Content] = {}
+        """What was handed out to be written and is not on the disk yet: until then it is found here."""
+        self._writing = threading.Lock()
 
     def expect(self, digests: LayerDigests) -> None:
         """Hold the files against a checkpoint from now on; CheckpointError if some are missing."""
@@ -127,10 +139,41 @@ class ClientStore:
 
     def flush(self) -> None:
         """Write every client that has changed; when this returns, all of it is on the disk."""
-        self._write({key: client for key, client in self._clients.items() if client.dirty})
+        self.changes()()
+
+    def changes(self) -> Callable[[], None]:
+        """Return what writes every client that has changed, as it is now; another thread may call it, once.
+
+        What could not be written is among the next changes.
+        """
+        if self.directory is None:
+            return lambda: None
+        for key, client in self._clients.items():
+            self._hand_out(key, client)
+        keys = list(self._unwritten)
+        return lambda: self._write(keys)
+
+    def files(self, timeline: Timeline, rounds: Collection[int]) -> Iterator[tuple[str, bytes]]:
+        """Yield each client's file, after its path in the directory, with only the layers that count after `rounds`."""
+        assert self.directory is not None
+        for key, digests in sorted(self._digests.items()):
+            found, newest = self._find(key), {timeline.newest(digests, number + 1) for number in rounds}
+            versions: dict[int, Layers] = {}
+            for version in sorted(version for version in newest if version is not None):
+                if found is None or version not in found.versions:
+                    raise self._other(key, version)
+                versions[version] = found.versions[version]
+            yield self._path(key).relative_to(self.directory).as_posix(), _to_bytes(versions, digests)
+
+    def _hand_out(self, key: Key, client: _Client) -> None:
+        if client.dirty:
+            self._unwritten[key] = _Content(client.versions, self._digests[key])
+            client.dirty = False
 
     def _find(self, key: Key) -> _Client | None:
         found = self._clients.get(key)
+        if found is None and key in self._unwritten:
+            return self._clients.put(key, _Client(dict(self._unwritten[key].versions)))
         if found is None and self.directory is not None and (key in self._digests or not self._complete):
             versions = self._read(key)
             found = None if versions is None else self._clients.put(key, _Client(versions))
@@ -156,19 +199,20 @@ class ClientStore:
 
     def _leave(self, key: Key, client: _Client) -> None:
         """A client that has changed is written before it leaves memory."""
-        if client.dirty:
-            self._write({key: client})
+        if client.dirty and self.directory is not None:
+            self._hand_out(key, client)
+            self._write([key])
 
-    def _write(self, clients: Mapping[Key, _Client]) -> None:
-        if self.directory is None:
-            return
-        advice = f"Make room there, then go on with: {how_to_resume(self.directory.parent)}"
-        contents = (
-            (self._path(key), _to_bytes(client.versions, self._digests[key])) for key, client in clients.items()
-        )
-        write_atomic_all(contents, advice)
-        for client in clients.values():
-            client.dirty = False
+    def _write(self, keys: Iterable[Key]) -> None:
+        """Write clients that were handed out, unless that was done meanwhile; one thread at a time."""
+        assert self.directory is not None
+        with self._writing:
+            contents = {key: self._unwritten[key] for key in keys if key in self._unwritten}
+            advice = f"Make room there, then go on with: {how_to_resume(self.directory.parent)}"
+            write_atomic_all(((self._path(key), _to_bytes(*content)) for key, content in contents.items()), advice)
+            for key, content in contents.items():
+                if self._unwritten[key] is content:  # and not a newer one, which waits for its turn
+                    del self._unwritten[key]
 
     def _path(self, key: Key) -> Path:
         assert self.directory is not None

@@ -223,5 +223,5 @@ class CheckpointSettings(Section):
         default=2,
         ge=1,
         description="Checkpoints that are kept; with 2, a damaged one has a predecessor. The newest that training "
-        "has gone on from is kept as well.",
+        "has gone on from is kept as well, and that of the best round so far.",
     )

@@ -11,7 +11,7 @@ from fedprophet.errors import CheckpointError, TrainingError
 from fedprophet.messages.modules import digest
 from fedprophet.methods.base import MethodState
 from fedprophet.runs.asking import WatchedEngine
-from fedprophet.runs.engine_history import change, engine_in_use, spans
+from fedprophet.runs.engine_history import EngineUse, change, engine_in_use, spans
 from fedprophet.runs.export import exported_model, write_tensors
 from fedprophet.runs.files import RunFiles, is_finished, model_fits, other_model, read_json, read_results, resume_hint
 from fedprophet.runs.folder import FolderContents, read_identity
@@ -20,6 +20,7 @@ from fedprophet.runs.observer import Observer
 from fedprophet.runs.run import Run, RunStoppedError, checkpoints_of
 from fedprophet.runs.summary import closing_summary, faulty_clients
 from fedprophet.server.coordinator import Record, play_round
+from fedprophet.storage.beside import Beside
 from fedprophet.storage.files import how_to_resume, is_deployed, write_json
 from fedprophet.storage.locks import folder_lock
 
@@ -36,11 +37,11 @@ def play(run: Run, observer: Observer | None = None) -> Mapping[str, Any]:
         raise CheckpointError(f"another process is working on {path}: wait for it, or stop it first")
 
     with closing(run.session), folder_lock(path, refuse):
-        keeper = _Keeper(run, _check_inputs(run))
-        observer.started(run.session, path, run.state.round)
-        for note in (*run.notes, *_engine_change(run)):
-            observer.note(note)
-        state = _play_rounds(run, keeper, observer)
+        with closing(_Keeper(run, _check_inputs(run))) as keeper:
+            observer.started(run.session, path, run.state.round)
+            for note in (*run.notes, *_engine_change(run)):
+                observer.note(note)
+            state = _play_rounds(run, keeper, observer)
         if not is_finished(run.files) or _model_is_another(run.files, observer):
             observer.finishing()
             _finish(replace(run, state=state), observer)
@@ -95,9 +96,9 @@ def _play_rounds(run: Run, keeper: "_Keeper", observer: Observer) -> MethodState
             began = time.monotonic()
             played, record = play_round(method.round(state), engine)
             seconds = time.monotonic() - began
-            keeper.journal.append(record)
-            use = engine_in_use(run.session, path)  # real devices are known once a task went out
-            keeper.timings.append({"round": played.round, "seconds": round(seconds, 4), **asdict(use)})
+            keeper.note(
+                record, seconds, engine_in_use(run.session, path)
+            )  # real devices are known once a task went out
             state = played  # only now: a Ctrl-C before must not save a state whose journal line is missing
             observer.round_done(record, seconds)
             if state.failures >= FAILURES_ALLOWED and not state.refreshed:
@@ -114,7 +115,10 @@ def _play_rounds(run: Run, keeper: "_Keeper", observer: Observer) -> MethodState
 
 
 class _Keeper:
-    """Writes checkpoints: the clients' layers and the journal first, then the state that refers to them."""
+    """Writes what a run leaves: the lines of each round, and checkpoints beside the rounds that follow them.
+
+    In a checkpoint's turn the clients' layers come first, then the state that refers to them.
+    """
 
     def __init__(self, run: Run, inputs: Mapping[str, str]) -> None:
         self._files, self._inputs = run.files, inputs
@@ -122,9 +126,11 @@ class _Keeper:
         self._saved = run.state.round
         # First: a checkpoint without its journal could not be resumed, a journal that is too long can.
         self._checkpoints.drop_after(self._saved)
-        self.journal, self.timings = Journal(run.files.journal), timings_of(run.files)
-        self.journal.truncate(self._saved, run.contents.journal if run.contents else None)
-        self.timings.truncate(self._saved)
+        self._journal, self._timings = Journal(run.files.journal), timings_of(run.files)
+        self._journal.truncate(self._saved, run.contents.journal if run.contents else None)
+        self._timings.truncate(self._saved)
+        self._writer = Beside("checkpoints")
+        self._held_up, self._ended = 0.0, time.monotonic()
 
     def forget_results(self) -> None:
         """Remove what a finished run made: it went back, and makes it again."""
@@ -133,19 +139,51 @@ class _Keeper:
 
     def proven(self, state: MethodState) -> int | None:
         """Return the checkpoint from which training has certainly gone on."""
+        self._writer.wait()
         return self._checkpoints.newest(state.proven)
 
+    def note(self, record: Record, seconds: float, use: EngineUse) -> None:
+        """Write a round's line of the journal, and what it has cost since the end of the round before it."""
+        began = time.monotonic()
+        self._journal.append(record)
+        now = time.monotonic()
+        spent = {
+            "seconds": seconds,
+            "journal_seconds": now - began,
+            "checkpoint_seconds": self._held_up,
+            "total_seconds": now - self._ended,
+        }
+        self._held_up, self._ended = 0.0, now
+        rounded = {name: round(value, 4) for name, value in spent.items()}
+        self._timings.append({"round": record["round"], **rounded, **asdict(use)})
+
     def save(self, state: MethodState) -> None:
-        if state.round != self._saved:
-            self._layers.flush()
-            self._checkpoints.save(state, state.round, self._contents(state.round), state.proven)
-            self._saved = state.round
+        """Begin to write a checkpoint of the state as it is now, when the one before it is written."""
+        if state.round == self._saved:
+            return
+        began = time.monotonic()
+        self._writer.wait()
+        write_layers = self._layers.changes()
+        contents, best = self._contents(state.round), state.best.round if state.best else None
+        write_state = self._checkpoints.prepare(state, state.round, contents, state.proven, best)
+
+        def write() -> None:
+            write_layers()
+            write_state()
+
+        self._writer.begin(write)
+        self._saved = state.round
+        self._held_up += time.monotonic() - began
+
+    def close(self) -> None:
+        """Wait until everything is on the disk."""
+        self._writer.close()
 
     def _contents(self, round: int) -> FolderContents:
         return FolderContents(
             clients=self._layers.digests(round),
-            journal=self.journal.mark(round),
-            timings=self.timings.mark(round),
+            journal=self._journal.mark(round),
+            timings=self._timings.mark(round),
             inputs=self._inputs,
             flower=read_identity(self._files),
         )

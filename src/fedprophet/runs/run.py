@@ -96,7 +96,7 @@ def reopen(
     round: int | None = None,
 ) -> Run:
     """Open a run's folder at its newest whole checkpoint, or at that of a round."""
-    _expect_run(path)
+    expect_run(path)
     if engine is make_engine and is_deployed(path):
         raise CheckpointError(
             f"the clients of the run in {path} are on other machines, and keep layers of their own there, so it "
@@ -110,7 +110,7 @@ def open_to_read(path: Path, model: OwnModel = None, dataset: Dataset | None = N
 
     Its clients cannot be asked from here: their layers are in the exported model, which is made at the end.
     """
-    _expect_run(path)
+    expect_run(path)
     away = is_deployed(path)
     files = RunFiles(path)
     if away and not is_finished(files):
@@ -128,7 +128,8 @@ def _about_model(files: RunFiles) -> Iterator[str]:
             yield f"{files.model} was altered: it is not the model that {files.results.name} is about"
 
 
-def _expect_run(path: Path) -> None:
+def expect_run(path: Path) -> None:
+    """Refuse a folder that holds no run."""
     if not RunFiles(path).config.exists():
         raise CheckpointError(f"there is no run in {path}: it has no config.toml. Start one with: fedprophet train")
 

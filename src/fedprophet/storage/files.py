@@ -6,9 +6,11 @@ import os
 import shlex
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -21,7 +23,7 @@ PILOT = "deploy.toml"
 TRY_AGAIN = "Make room there or correct its permissions, then try again"
 
 
-def file_hash(data: bytes = b"") -> "hashlib.blake2b":
+def file_hash(data: bytes | memoryview = b"") -> "hashlib.blake2b":
     """Return the hash by which the files of a run are known, begun with some data."""
     return hashlib.blake2b(data, digest_size=32)
 
@@ -72,10 +74,11 @@ def write_error(path: Path, error: OSError, advice: str) -> CheckpointError:
     return CheckpointError(f"cannot write {path}: {error.strerror or error}. {advice}")
 
 
-def write_synced(path: Path, data: bytes) -> None:
-    """Write a file and wait until it is on the disk."""
+def write_synced(path: Path, *pieces: bytes | memoryview) -> None:
+    """Write a file, of one piece or several, and wait until it is on the disk."""
     with path.open("wb") as file:
-        file.write(data)
+        for piece in pieces:
+            file.write(piece)
         file.flush()
         os.fsync(file.fileno())
 
@@ -127,6 +130,32 @@ def tensors_to_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] 
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text + plain[8 + length :]
+
+
+def tensor_pieces(tensors: Mapping[str, Tensor]) -> list[memoryview]:
+    """Return the content of a safetensors file as a header and the tensors' own memory, of which no copy is made.
+
+    What writes or hashes such pieces lets other threads go on meanwhile, unlike `tensors_to_bytes`.
+    """
+    # Wide types first: every tensor begins at a multiple of its type's size.
+    flat = {name: value.detach().contiguous() for name, value in tensors.items()}
+    ordered = sorted(flat, key=lambda name: (-flat[name].itemsize, name))
+    header, end = {}, 0
+    for name in ordered:
+        begin, end = end, end + flat[name].nbytes
+        kind, shape = _type_name(flat[name].dtype), list(flat[name].shape)
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    values = [flat[name].reshape(-1).view(torch.uint8).numpy().data for name in ordered]
+    return [memoryview(len(text).to_bytes(8, "little") + text), *values]
+
+
+@cache
+def _type_name(kind: torch.dtype) -> str:
+    """Return what safetensors calls a type of tensors."""
+    name: str = json.loads(save({"": torch.empty(0, dtype=kind)})[8:])[""]["dtype"]
+    return name
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
