@@ -203,7 +203,8 @@ class Buffered(nn.Module):
 @pytest.mark.parametrize("layers", ["local", "shared", "statistics-local", "frozen"])
 def test_other_buffers_are_exported_as_ever(layers, tiny, tmp_path):
     images, labels = torch.rand(40, 1, 2, 2), torch.arange(40) % 2
-    config = tiny({**SMALL, "method": "jfat", "population.clients": 4, "shards.kind": "iid", "norm.layers": layers})
+    changes = {"method": "jfat", "population.clients": 4, "shards.kind": "iid", "norm.layers": layers, "rounds": 2}
+    config = tiny({**SMALL, **changes})
     data = from_tensors(images, labels, images, labels)
     run = fedprophet.train(config, model=Buffered(), data=data, out=tmp_path / "run")
     whole = fedprophet.storage.files.tensors_from_bytes((tmp_path / "run" / "model.safetensors").read_bytes())
@@ -291,7 +292,7 @@ def test_no_number_that_a_client_claims_spoils_the_statistics(number, lie, hones
 
 
 @pytest.mark.parametrize("rule", ["median", "trimmed-mean"])
-@pytest.mark.parametrize("lie", [lambda n, v: v + 1e6, lambda n, v: v * 1e6 if n.endswith("var") else v - 1e6])
+@pytest.mark.parametrize("lie", [lambda n, v: v + 20, lambda n, v: v * 50 if n.endswith("var") else v - 20])
 def test_robust_rules_bound_what_a_client_can_do(rule, lie, honest, tiny, play_in_memory, poisoned):
     """The joined mean lies among those of the honest, and the variance among theirs about it."""
     wrap = poisoned(changed_statistics(lie), [2], [LIAR], "refresh")
@@ -309,6 +310,18 @@ def test_robust_rules_bound_what_a_client_can_do(rule, lie, honest, tiny, play_i
             slack = (means.amax(0) - means.amin(0)).square() + 1e-6
         assert bool((model[name] >= values.amin(0) - 1e-6).all()), name
         assert bool((model[name] <= values.amax(0) + slack).all()), name
+
+
+@pytest.mark.parametrize("rule", ["mean", "clip", "median", "trimmed-mean"])
+@pytest.mark.parametrize("lie", [1e20, 3e38])
+def test_statistics_out_of_all_proportion_are_dropped_under_every_rule(
+    rule, lie, honest, tiny, play_in_memory, poisoned
+):
+    wrap = poisoned(changed_statistics(lambda n, v: torch.full_like(v, lie)), [2], [LIAR], "refresh")
+    played = play_in_memory(tiny({**JFAT, "aggregate.rule": rule}), wrap)
+    assert "times the median of all clients'" in played.records[-1]["dropped"][str(LIAR)]
+    found = played.states[-1].model
+    assert all(bool((found[name].abs() < 1e3).all()) for name in statistics_names(played.session.world.chain))
 
 
 class Away:
@@ -399,11 +412,15 @@ def test_after_the_run_modules_are_measured_as_one_model(tiny, play_in_memory):
 # Rounds --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("images", ["clean", "attacked"])
 @pytest.mark.parametrize(("method", "layers"), [("jfat", "local"), ("heterofl", "local"), ("fedprophet", "shared")])
 def test_the_round_that_is_repeated_after_a_stop_is_the_same(
-    method, layers, tiny, resumed, tmp_path, play_in_memory, same_tensors
+    method, layers, images, tiny, resumed, tmp_path, play_in_memory, same_tensors
 ):
-    config = tiny({**SMALL, "method": method, "norm.layers": layers, "norm.newcomers": "average"})
+    """Even if clients have kept what they measured before the stop: an attack reads the statistics that they had."""
+    config = tiny(
+        {**SMALL, "method": method, "norm.layers": layers, "norm.newcomers": "average", "norm.refresh": images}
+    )
     played = play_in_memory(config)
     session, state, record = resumed(config, tmp_path, len(played.records))
     assert record == played.records[-1]

@@ -379,3 +379,8 @@ def test_notes_on_samples_versions_attacks_and_memory(write_run, tmp_path):
     assert str(tmp_path / "b") in said(setting, "Memory is not known")
     assert setting.rows[0].memory("least") == 40
     assert setting.rows[1].memory("least") is None
+
+
+def test_keys_that_only_one_method_reads_are_no_difference_between_methods(write_run):
+    setting = compare([write_run("a", "jfat"), write_run("b", "fedprophet"), write_run("c", "fedet")]).settings[0]
+    assert not [note for note in setting_notes(setting) if "perturbation." in note or "distillation." in note]

@@ -85,14 +85,21 @@ def test_three_clients_through_each_rule_by_hand(rule):
 
 
 def test_clipped_statistics_by_hand():
-    """Means join first, clipped to the median norm 3; then all, each update's norm being that of both its parts."""
+    """Means join first, clipped to the median norm; then variances, clipped by a norm of their own."""
     sent = [(1.0, layer(t(m), t(1))) for m in (3, 3, 30)]
     found = pooled(rule_of("clip"))(EMPTY, sent)
-    # The joined mean is (3 + 3 + 3) / 3 = 3, so variances about it are 1, 1 and 1 + 27². Updates of both
-    # are (3, 0), (3, 0) and (30, 729): the last is scaled by 3 / ‖(30, 729)‖.
-    scale = 3 / (30**2 + 729**2) ** 0.5
-    assert found["bn.running_mean"].item() == pytest.approx((3 + 3 + 30 * scale) / 3, rel=1e-6)
-    assert found["bn.running_var"].item() == pytest.approx((1 + 1 + 1 + 729 * scale) / 3, rel=1e-6)
+    # The joined mean is (3 + 3 + 3) / 3 = 3, so variances about it are 1, 1 and 1 + 27²: updates of 0, 0 and 729, of
+    # which the last is scaled to their median, 0.
+    assert found["bn.running_mean"].item() == pytest.approx(3)
+    assert found["bn.running_var"].item() == pytest.approx(1)
+
+
+def test_weights_are_not_clipped_by_the_size_of_statistics():
+    """Weights go 1, 1 and 4 with the norm 1 in the middle; statistics that went far would have let the last pass."""
+    sent = [(1.0, {**layer(t(100), t(1)), "w": t(w)}) for w in (1, 1, 4)]
+    found = pooled(rule_of("clip"))({**EMPTY, "w": t(0)}, sent)
+    assert found["w"].item() == pytest.approx(1)
+    assert found["bn.running_mean"].item() == pytest.approx(100)
 
 
 @pytest.mark.parametrize("rule", ROBUST)

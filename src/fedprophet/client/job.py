@@ -79,10 +79,10 @@ class Job(Generic[T_co]):
     @cached_property
     def known(self: "Job[ModelTask]") -> Mapping[str, Tensor]:
         """The client's own layers, and those that the server sent for a client that has none."""
-        sliced = (
-            slice_state(self.workspace.channels, self.kept_channels, self.task.starting) if self.kept_channels else {}
-        )
-        return {**(sliced or self.task.starting), **self.own}
+        starting = self.task.starting
+        if self.kept_channels:
+            starting = slice_state(self.workspace.channels, self.kept_channels, starting)
+        return {**starting, **self.own}
 
     @cached_property
     def local(self: "Job[ModelTask]") -> Mapping[str, Tensor]:

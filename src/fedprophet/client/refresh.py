@@ -28,8 +28,9 @@ def fresh_statistics(task: Refresh, part: ModelPart, written: Chain, examples: L
     own = norm_modules(written, task.first, task.last)
     chosen = {task.layer: own[task.layer]} if task.layer else own
     moments = {name: _Moments() for name in chosen}
-    # Batches of about one size: a single sample at the end would have none to be normalised with.
-    batches = torch.arange(len(examples)).tensor_split(math.ceil(len(examples) / task.batch))
+    # Batches of about one size, of two samples at least: a single one would have none to be normalised with.
+    pieces = max(1, min(math.ceil(len(examples) / task.batch), len(examples) // 2))
+    batches = torch.arange(len(examples)).tensor_split(pieces)
     for number, positions in enumerate(batches):
         x = part.take(examples.fetch(positions))
         if task.threat is not None:
@@ -53,10 +54,12 @@ def _by_batch(layers: Collection[nn.Module]) -> Iterator[None]:
     the batches that follow read these.
     """
     kept = [(buffer, buffer.clone()) for layer in layers for buffer in layer.buffers()]
-    with flags(layers, training=True):
-        yield
-    for buffer, value in kept:
-        buffer.copy_(value)
+    try:
+        with flags(layers, training=True):
+            yield
+    finally:
+        for buffer, value in kept:
+            buffer.copy_(value)
 
 
 @contextmanager

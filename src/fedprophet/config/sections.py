@@ -104,10 +104,11 @@ class NormSettings(Section):
     frozen_after: Rounds = Field(
         default="50%", description='Rounds of a stage after which the statistics are fixed, with layers = "frozen".'
     )
-    newcomers: Literal["initial", "average"] = Field(
-        default="initial",
-        description="What a client that has no layers of its own yet begins with: those of the untrained model (as in "
-        "the paper's runs), or the average of the clients that trained last, whose layers are then sent to the server.",
+    newcomers: Literal["auto", "initial", "average"] = Field(
+        default="auto",
+        description="What a client that has no layers of its own yet begins with: those of the untrained model "
+        "(initial, as in the paper's runs), or the pooled ones of the clients that trained last, who then send theirs to "
+        "the server (average). auto: initial with local layers, average with local statistics.",
     )
     refresh: Literal["none", "clean", "attacked"] = Field(
         default="none",
@@ -129,11 +130,22 @@ class NormSettings(Section):
         """Whether the server has the statistics."""
         return self.layers in ("shared", "frozen")
 
+    @property
+    def averages_for_newcomers(self) -> bool:
+        """Whether clients without layers of their own get those of the others."""
+        return self.newcomers == "average" or (self.newcomers == "auto" and self.layers == "statistics-local")
+
     def conflicts(self, config: Any) -> Iterator[str]:
         yield from too_many_clients("norm.refresh_clients", self.refresh_clients, config)
         if self.refresh_after == "stage" and not self.shares_statistics:
-            text = 'norm.layers = "shared" or "frozen", or clients have statistics of their own in frozen modules'
-            yield misfit("norm.refresh_after", self.refresh_after, f'"run", or used with {text}')
+            text = '"run", or "stage" with norm.layers = "shared" or "frozen" (else clients have their own statistics)'
+            yield misfit("norm.refresh_after", self.refresh_after, text)
+        if self.refresh_after == "stage" and self.refresh == "none":
+            text = '"run", or "stage" with norm.refresh = "clean" or "attacked"'
+            yield misfit("norm.refresh_after", self.refresh_after, text)
+        if self.layers == "frozen" and not 1 <= config.frozen_after_rounds < config.rounds:
+            text = f"at least 1 round and fewer than rounds = {config.rounds}"
+            yield misfit("norm.frozen_after", self.frozen_after, text)
 
 
 class AttackSettings(Section):

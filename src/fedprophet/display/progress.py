@@ -45,7 +45,7 @@ class _RunProgress:
 
     def __init__(self, session: Session, path: Path, round: int) -> None:
         self.session = session
-        self.total = len(session.world.modules) * session.config.rounds + (session.config.norm.refresh != "none")
+        self.total = len(session.world.modules) * session.config.rounds + session.world.refreshes
         self.done = 0
         self._seconds: list[float] = []
         # Stages that converged early had fewer rounds than the bar gives them, so a round's number is not its place.
@@ -80,7 +80,8 @@ class _RunProgress:
 def _facts(record: Record, session: Session) -> dict[str, str]:
     """Return what a person wants to know of a round, in the order it is shown."""
     if "refresh" in record:
-        return {"round": str(record["round"]), "norm statistics": f"measured anew on {record['refresh']} images"}
+        found = f"measured anew on {record['refresh']} images" if record["refreshed"] else "not measured: as they were"
+        return {"round": str(record["round"]), "norm statistics": found}
     facts = {"round": f"{record['round']}/{session.config.rounds}"}
     if "module" in record:
         facts = {"round": str(record["round"]), "module": f"{record['module']}/{len(session.world.modules)}"}

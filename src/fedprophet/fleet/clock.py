@@ -36,7 +36,7 @@ def _demand(cost: ChainCost, task: Train, update: Trained, resources: Resources)
         batch_sizes(samples, batch, iterations),
         task.threat.steps if task.threat else 0,
         draw_link(task.seed, task.round, task.client),
-        download_bytes=payload_bytes(task.parameters),
+        download_bytes=payload_bytes(task.parameters) + payload_bytes(task.starting),
         upload_bytes=payload_bytes(update.parameters) + payload_bytes(update.local),
     )
     return {**seconds, "memory_bytes": cost.memory(task.first, task.last)}

@@ -143,6 +143,11 @@ class Refresh(ModelTask, kind="refresh"):
     layer: str = ""
     keeps: bool = False
 
+    @property
+    def layers_before(self) -> int:
+        """Measuring starts from the layers of an earlier round: it may be a repetition, like training."""
+        return self.round
+
 
 @dataclass(frozen=True, kw_only=True)
 class Predict(ModelTask, kind="predict"):

@@ -17,7 +17,6 @@ from fedprophet.server.accuracy import Accuracy, note_accuracy
 from fedprophet.server.aggregate import Usable
 from fedprophet.server.convergence import Best
 from fedprophet.server.coordinator import Conversation, Record, ask
-from fedprophet.server.pooling import pooled
 from fedprophet.server.resources import available_resources
 from fedprophet.server.rules.registry import Parameters
 from fedprophet.threat import ThreatModel
@@ -53,7 +52,12 @@ class MethodState:
 
         The state that was made of them may not be, since bad updates can look good. Only the next round tells.
         """
-        return max(0, self.round - self.refreshed - self.failures - 1)
+        return max(0, self.training_rounds - self.failures - 1)
+
+    @property
+    def training_rounds(self) -> int:
+        """How many rounds of training were played: all but the one that measures statistics."""
+        return self.round - int(self.refreshed)
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,7 @@ class Method(ABC, Generic[S]):
             self.client_norm_layers = f"{SHARED_LAYERS}; statistics: {self.client_norm_layers}"
         elif norm.layers != "local":
             self.norm_layers = self.client_norm_layers = f"{SHARED_LAYERS}, variances pooled"
-        if norm.refresh != "none":
+        if world.refreshes:
             measured = f"; at the end, statistics measured anew on {norm.refresh} images"
             if self.refreshes_own or self.client_norm_layers == self.norm_layers:
                 self.client_norm_layers += measured
@@ -143,7 +147,7 @@ class Method(ABC, Generic[S]):
 
     def finished(self, state: S) -> bool:
         """Whether all rounds are played."""
-        return self.trained(state) and (state.refreshed or self.world.config.norm.refresh == "none")
+        return self.trained(state) and (state.refreshed or not self.world.refreshes)
 
     @abstractmethod
     def evaluation_task(self, state: S, client: int, threat: ThreatModel | None) -> Evaluate:
@@ -194,7 +198,7 @@ class Method(ABC, Generic[S]):
         if not self.world.gathers_layers:
             return state.starting
         own = [(update.weight, named(update.local, self.expected_layers(task))) for task, update in usable]
-        return pooled(self.world.aggregator.rule)(state.starting, own)
+        return self.world.aggregator.pooled(state.starting, own)
 
     def evaluation_due(self, stage_round: int, failures: int) -> bool:
         """Whether a round is evaluated: every few rounds, and always the last, so that a stage never lacks a best."""

@@ -25,9 +25,9 @@ from fedprophet.methods.baseline import Baseline, BaselineState
 from fedprophet.methods.world import World, named
 from fedprophet.server.aggregate import Usable
 from fedprophet.server.coordinator import Conversation, Record
-from fedprophet.server.pooling import means_of, widened
+from fedprophet.server.pooling import means_of, others, widened
 from fedprophet.server.rules.mean import scatter_average
-from fedprophet.server.rules.registry import Parameters
+from fedprophet.server.rules.registry import Join, Parameters
 
 Part = tuple[float, Kept, Parameters]
 """A client's weight, the channels that it kept, and its tensors of them."""
@@ -96,17 +96,22 @@ class PartialTraining(Baseline[BaselineState]):
         return self._joined(state.starting, parts, pools=True)
 
     def _joined(self, current: Parameters, parts: Sequence[Part], pools: bool) -> Parameters:
-        """Join sub-networks by the run's rule, with norm statistics pooled where they are to be."""
-        if pools:
-            means = self._joined(current, [(weight, kept, means_of(part)) for weight, kept, part in parts], pools=False)
-            centres = {name: means[name] for _, _, part in parts[:1] for name in means_of(part)}
-            parts = [
-                (weight, kept, widened(part, slice_state(self.channels, kept, centres))) for weight, kept, part in parts
-            ]
+        """Join sub-networks by the run's rule, with norm statistics pooled where they are to be (`server.pooling`)."""
+        rule, numbers = self.world.aggregator.rule, self.world.aggregator.numbers
+        if not pools:
+            return self._scattered(rule, current, parts)
+        means = [(weight, kept, means_of(part)) for weight, kept, part in parts]
+        centred = self._scattered(numbers or rule, current, means)
+        centres = named(centred, {name: None for _, _, part in means for name in part})
+        wide = [(w, kept, widened(part, slice_state(self.channels, kept, centres))) for w, kept, part in parts]
+        spread = self._scattered(numbers or rule, centred, wide)
+        return self._scattered(rule, spread, [(weight, kept, others(part)) for weight, kept, part in parts])
+
+    def _scattered(self, rule: Join, current: Parameters, parts: Sequence[Part]) -> Parameters:
+        """Join each coordinate by a rule, over the sub-networks that have it."""
         if self.world.aggregator.is_mean:
             return scatter_average(self.channels, current, parts)
-        spread = [(weight, _Spread(self.channels, kept, current, part)) for weight, kept, part in parts]
-        return self.world.aggregator.rule(current, spread)
+        return rule(current, [(weight, _Spread(self.channels, kept, current, part)) for weight, kept, part in parts])
 
     def _count(self, widths: tuple[int, ...]) -> ChainCost:
         whole, groups = self.world.cost, self.channels.groups

@@ -16,8 +16,8 @@ from fedprophet.messages.tasks import Refresh, Report
 from fedprophet.methods.world import World, named
 from fedprophet.server.aggregate import layers_fault
 from fedprophet.server.coordinator import Conversation, Record, ask
-from fedprophet.server.pooling import pooled
-from fedprophet.server.rejections import sound_answers
+from fedprophet.server.plausibility import implausible_statistics
+from fedprophet.server.rejections import reject, sound_answers
 from fedprophet.server.rules.registry import Parameters
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def renewed(world: World, template: Refresh, record: Record) -> Conversation[Par
         answers = yield from ask(tasks, Refreshed)
         sent = list(_sound(world, answers, before, record))
         if sent:
-            fresh = {**fresh, **pooled(world.aggregator.rule)(before, sent)}
+            fresh = {**fresh, **world.aggregator.pooled(before, sent)}
     record["refreshed"] = sorted(fresh)
     return fresh
 
@@ -87,7 +87,10 @@ def _sound(
     """Yield the statistics that can be used, with weights that can be believed."""
     some = [answer for answer in answers if answer.samples > 0]
     sound = sound_answers(some, lambda answer: layers_fault(asked, answer.weight, answer.statistics, True), record)
-    for answer in world.aggregator.believed(sound, record):
+    far = implausible_statistics({answer.client: answer.statistics for answer in sound})
+    if far:
+        reject(record, far)
+    for answer in world.aggregator.believed([each for each in sound if each.client not in far], record):
         yield answer.weight, answer.statistics
 
 
@@ -97,7 +100,10 @@ def _averaged_layers(method: "Method[S]", state: S, record: Record) -> Conversat
     known = method.exported_layers(initial)
     if not initial.keys() - state.model.keys():
         return {}
-    asked = [Report(**method.task_fields(state, c), wants_local=True) for c in world.clients.trained(state.round - 1)]
+    # As of the round before: this one may be a repetition, in which clients have renewed theirs already.
+    trained = replace(state, round=state.round - 1)
+    clients = world.clients.trained(trained.round)
+    asked = [Report(**method.task_fields(trained, client), wants_local=True) for client in clients]
     answers = yield from ask(asked, Reported)
     sound = sound_answers(answers, lambda answer: layers_fault(known, answer.weight, answer.local), record)
     sent = [(answer.weight, answer.local) for answer in world.aggregator.believed(sound, record)]

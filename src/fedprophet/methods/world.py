@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fedprophet.cascade.atoms import Chain
 from fedprophet.cascade.cost import ChainCost
+from fedprophet.cascade.norms import statistics_names
 from fedprophet.cascade.partition import Module
 from fedprophet.config.config import Config
 from fedprophet.messages.modules import ModuleStore
@@ -103,7 +104,7 @@ class World:
     @property
     def gathers_layers(self) -> bool:
         """Whether clients send their own layers in every round, for those that have none."""
-        return self.config.norm.newcomers == "average" and bool(self.chain.local())
+        return self.config.norm.averages_for_newcomers and bool(self.chain.local())
 
     @cached_property
     def initial_layers(self) -> Parameters:
@@ -113,6 +114,11 @@ class World:
     def starting_layers(self) -> Parameters:
         """Return the layers that clients begin the run with, where the server sends them."""
         return self.initial_layers if self.gathers_layers else {}
+
+    @property
+    def refreshes(self) -> bool:
+        """Whether norm statistics are measured anew when the run ends."""
+        return self.config.norm.refresh != "none" and bool(statistics_names(self.chain))
 
     @property
     def refresh_threat(self) -> ThreatModel | None:

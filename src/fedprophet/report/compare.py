@@ -243,10 +243,17 @@ def _grouped(items: Iterable[T], key: Callable[[T], K]) -> list[list[T]]:
 
 def relevant_settings(run: RunSummary) -> dict[str, str]:
     """Return every key that may change what the run's method trains, except the method and the seed."""
-    left_out, method = machine_keys() | IRRELEVANT | {"method"}, METHODS[run.config.method]
-    foreign = (*(() if method.cascade else CASCADE_KEYS), *(() if method.distills else DISTILLATION_KEYS))
-    known = {key: value for key, value in _known(run).items() if not key.startswith(foreign)}
+    left_out = machine_keys() | IRRELEVANT | {"method"}
+    known = {key: value for key, value in _known(run).items() if reads(run.config.method, key)}
     return {key: value for key, value in known.items() if key not in left_out}
+
+
+def reads(method: str, key: str) -> bool:
+    """Whether a key says anything to a method."""
+    entry = METHODS[method]
+    return not key.startswith(
+        (*(() if entry.cascade else CASCADE_KEYS), *(() if entry.distills else DISTILLATION_KEYS))
+    )
 
 
 def _known(run: RunSummary) -> dict[str, str]:

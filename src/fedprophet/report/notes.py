@@ -12,6 +12,7 @@ from fedprophet.report.compare import (
     Setting,
     candidates,
     numerics,
+    reads,
     relevant_settings,
 )
 from fedprophet.report.runs import DEPLOYED, KINDS, Kind
@@ -85,10 +86,11 @@ def _rows_differ(setting: Setting) -> Iterator[str]:
     """
     rows = [(row, relevant_settings(row.runs[0])) for row in setting.rows]
     for key in dict.fromkeys(key for _, keys in rows for key in keys):
-        in_labels = any(key in row.differs for row, _ in rows)
-        others = {keys.get(key, NOT_SET) for row, keys in rows if key not in row.differs}
+        readers = [(row, keys.get(key, NOT_SET)) for row, keys in rows if reads(row.method, key)]
+        in_labels = any(key in row.differs for row, _ in readers)
+        others = {value for row, value in readers if key not in row.differs}
         if key != "model.weights" and (in_labels or len(others) > 1):
-            values = _each((keys.get(key, NOT_SET), row.label) for row, keys in rows)
+            values = _each((value, row.label) for row, value in readers)
             yield f"Rows differ in the configuration key {key}: {values}."
 
 

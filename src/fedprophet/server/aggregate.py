@@ -47,7 +47,12 @@ class Aggregator:
     @property
     def join(self) -> Join:
         """What joins updates: the rule, with norm statistics pooled where they are."""
-        return pooled(self.rule) if self.pools else self.rule
+        return self.pooled if self.pools else self.rule
+
+    @property
+    def pooled(self) -> Join:
+        """What joins norm layers so that their statistics are those of all clients' samples together."""
+        return pooled(self.rule, self.numbers)
 
     @property
     def is_mean(self) -> bool:

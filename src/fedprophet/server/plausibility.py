@@ -44,6 +44,12 @@ def implausible_updates(usable: Sequence[tuple[Train, Trained]]) -> dict[int, st
     }
 
 
+def implausible_statistics(sent: Mapping[int, Parameters]) -> dict[int, str]:
+    """Return the clients whose norm statistics are far too large, each with the reason."""
+    sizes = {client: _size(statistics) for client, statistics in sent.items()}
+    return {client: f"the statistics that it sent are {text}" for client, text in outliers(sizes, False).items()}
+
+
 def outliers(numbers: Mapping[int, float], below: bool = True) -> dict[int, str]:
     """Return the clients whose number is far above the median, or far `below` it; none where they are too few."""
     median = statistics.median(numbers.values()) if len(numbers) >= MAJORITY else 0.0

@@ -7,24 +7,29 @@ that sum to 1, means m_k and variances v_k,
 
 So a client's variance is widened by how far its mean lies from the joined one, and then joined by the run's rule, like
 any parameter. Under a rule that resists bad updates, a few clients can move it no further than anything else.
+
+Means, variances and everything else are joined apart: a rule that measures how far an update goes must not measure
+weights by statistics, which have other units.
 """
 
-from collections import ChainMap
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 
 from fedprophet.cascade.norms import variances
 from fedprophet.server.rules.registry import Join, Parameters, Update
 
 
-def pooled(join: Join) -> Join:
-    """Return the rule with statistics pooled."""
+def pooled(join: Join, numbers: Join | None = None) -> Join:
+    """Return a rule with statistics pooled, by the rule `numbers` where it is another one."""
+    of_statistics = numbers or join
 
     def joined(current: Parameters, updates: Iterable[Update]) -> dict[str, Tensor]:
         given = list(updates)
-        means = join(current, [(weight, means_of(sent)) for weight, sent in given])
-        return join(current, [(weight, widened(sent, means)) for weight, sent in given])
+        centred = of_statistics(current, [(weight, means_of(sent)) for weight, sent in given])
+        spread = of_statistics(centred, [(weight, widened(sent, centred)) for weight, sent in given])
+        return join(spread, [(weight, others(sent)) for weight, sent in given])
 
     return joined
 
@@ -35,10 +40,17 @@ def means_of(sent: Parameters) -> Parameters:
 
 
 def widened(sent: Parameters, means: Parameters) -> Parameters:
-    """Return what a client sent with its variances taken about other means than its own."""
+    """Return a client's variances, taken about other means than its own; none is more than its type can hold."""
     wider: dict[str, Tensor] = {}
     for name, mean in variances(sent).items():
         apart = sent[mean].detach().double() - means[mean].to(sent[mean].device).double()
-        wider[name] = (sent[name].detach().double() + apart.square()).to(sent[name].dtype)
-    # A view: a sub-network's tensors may be made on demand.
-    return ChainMap(wider, sent) if wider else sent  # type: ignore[arg-type]
+        about = sent[name].detach().double() + apart.square()
+        wider[name] = about.clamp(max=torch.finfo(sent[name].dtype).max).to(sent[name].dtype)
+    return wider
+
+
+def others(sent: Parameters) -> Parameters:
+    """Return what a client sent besides means and variances that belong together."""
+    pairs = variances(sent)
+    statistics = {*pairs, *pairs.values()}
+    return {name: value for name, value in sent.items() if name not in statistics} if statistics else sent
