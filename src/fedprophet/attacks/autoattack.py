@@ -26,6 +26,7 @@ from torch import Tensor
 from fedprophet.attacks.attack import Logits, Outcome
 from fedprophet.attacks.draws import GroupDraws
 from fedprophet.attacks.square import square
+from fedprophet.precision import exact_products
 from fedprophet.randomness import global_rng
 from fedprophet.threat import ThreatModel
 
@@ -69,7 +70,8 @@ def attack_rows(components: tuple[str, ...], logits: RowLogits, samples: Samples
     if threat.norm != "linf" or threat.bounds != (0.0, 1.0):
         raise ValueError(f"AutoAttack is for an l_inf ball in [0, 1], not for {threat}")
     everyone = torch.arange(len(samples.labels), device=samples.labels.device)
-    with torch.no_grad(), global_rng(0, "autoattack"):  # APGD draws where it starts from, even if it is told
+    # APGD draws where it starts from, even if it is told.
+    with torch.no_grad(), exact_products(), global_rng(0, "autoattack"):
         scores = logits(samples.images, everyone)
         clean, classes = scores.argmax(dim=1) == samples.labels, scores.shape[1]
         correct, names = clean.clone(), _for_classes(components, classes)
