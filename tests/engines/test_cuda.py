@@ -234,6 +234,7 @@ def test_what_cannot_be_fused_runs_on_the_gpu_too(sessions):
 @pytest.mark.parametrize("norms", ["local", "shared"])
 def test_autoattack_on_rows_of_all_clients_has_the_verdicts_of_one_client_at_a_time(sessions, norms, monkeypatch):
     """In float32 also where the run is in bfloat16. Rounding may decide over one sample that is on the border."""
+    pytest.importorskip("pyautoattack")
     suites = importlib.import_module("fedprophet.attacks.autoattack")
     original = suites._suite
 

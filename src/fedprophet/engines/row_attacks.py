@@ -6,8 +6,8 @@ apart from rounding. Everything is in float32.
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass, field, replace
+from typing import TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from fedprophet.client.part import ModelPart
 from fedprophet.client.run import evaluated_part
 from fedprophet.client.workspace import Workspace
 from fedprophet.engines.fusing import check_known
-from fedprophet.engines.plain import LESS_MEMORY
+from fedprophet.engines.plain import LESS_MEMORY, PlainEngine
 from fedprophet.engines.row_model import RowModel, check_rows
 from fedprophet.errors import memory_for
 from fedprophet.fast.reading import NotFusableError
@@ -57,13 +57,28 @@ class RowAttacks:
 
         Raises NotFusableError where its rows cannot be run among others.
         """
-        if not isinstance(task, Evaluate) or task.attack not in SUITES or task.threat is None:
+        if not is_for_rows(task):
             return None
         check_known(task, tuple(SUITES))
         if task.kept_channels or task.adversarial_statistics:
             raise NotFusableError(f"{task.attack} on sub-networks, or with two sets of norm statistics")
         self._most_rows(task.architecture)
         return Job(task, client, self._workspaces[task.architecture])
+
+    def map(self, tasks: Iterable[Task], plain: PlainEngine) -> Iterator[Answer]:
+        """Carry out tasks of this kind; those that cannot be run among others one by one, on the plain engine."""
+        groups: dict[Hashable, list[Job[Evaluate]]] = {}
+        for task in tasks:
+            try:
+                job = self.job(task, plain.client(task.client))
+            except NotFusableError:
+                job = None
+            if job is None:
+                yield from plain.map([task])
+            else:
+                groups.setdefault(self.group_key(job), []).append(job)
+        for group in groups.values():
+            yield from self.run(group)
 
     def group_key(self, job: Job[Evaluate]) -> Hashable:
         """Return what the jobs of one group have in common: all but their norm layers and label frequencies."""
@@ -84,8 +99,10 @@ class RowAttacks:
                 yield job.evaluated(tally.clean, tally.correct, tally.broken)
 
     def _attack(self, jobs: Sequence[Job[Evaluate]], most: int) -> list["_Tally"]:
-        part, (task, workspace) = evaluated_part(jobs[0]), (jobs[0].task, jobs[0].workspace)
+        task, workspace = jobs[0].task, jobs[0].workspace
         assert task.threat is not None
+        # As the model is written: a plan may have folded the norm layers.
+        part = replace(evaluated_part(jobs[0]), chain=workspace.chain)
         priors = [torch.zeros(workspace.classes) if job.prior is None else job.prior for job in jobs]
         model = RowModel(part, [job.tensors for job in jobs], torch.stack(priors))
         batches = [
@@ -119,6 +136,11 @@ class RowAttacks:
         return max(1, min(ROWS, self._limit // found))
 
 
+def is_for_rows(task: Task) -> TypeGuard[Evaluate]:
+    """Whether a task is an evaluation under one of the suites."""
+    return isinstance(task, Evaluate) and task.attack in SUITES and task.threat is not None
+
+
 @dataclass
 class _Tally:
     """How many samples of a job are right, how many under attack, and how many each component newly broke."""
@@ -149,7 +171,8 @@ def _samples(jobs: Sequence[Job[Evaluate]], batches: Sequence[_Batch], part: Mod
 def _bytes_of_a_row(workspace: Workspace) -> int:
     """Return how much memory a row of the whole model takes under attack."""
     check_rows(workspace.chain)
-    model = RowModel(workspace.part(0, len(workspace.chain)), [workspace.chain.tensors], None)
+    chain = workspace.chain
+    model = RowModel(ModelPart(chain, 0, len(chain), None), [chain.tensors], None)
     image = torch.zeros(workspace.input_shape, device=workspace.device)
     # What is kept for the gradient, as much again while it is made, and what the attacks keep.
     return 2 * model.row_bytes(image) + IMAGES * image.nbytes
