@@ -1,7 +1,7 @@
 """AutoAttack over the rows of many clients: seconds of each component, and whether verdicts are those of one client.
 
     python benchmarks/autoattack.py                       # VGG16 on 32×32, 100 clients × 100 samples, on a GPU
-    python benchmarks/autoattack.py --clients 10 --samples 20 --compare 3
+    python benchmarks/autoattack.py --clients 20 --compare 1  # one batch of rows: a fifth of it
     python benchmarks/autoattack.py --run RUN --compare 3 # a run's own clients, as `fedprophet evaluate` asks them
 
 Without a run, clients have a VGG16 of random weights and norm layers of their own, and random images. What an attack
