@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from fedprophet.attacks import ATTACKS
-from fedprophet.attacks.autoattack import aa_fast, autoattack
+from fedprophet.attacks.autoattack import STANDARD, Samples, aa_fast, attack_rows, autoattack
+from fedprophet.attacks.draws import GroupDraws
+from fedprophet.attacks.square import square
 from fedprophet.threat import feature_threat, input_threat
 
 MODULE = importlib.import_module("fedprophet.attacks.autoattack")
@@ -66,6 +68,69 @@ def test_with_ten_classes_it_is_the_librarys_standard_version_bit_for_bit(caplog
     assert list(outcome.broken) == ["apgd-ce", "apgd-t", "fab-t", "square"]
     assert 0 < sum(outcome.broken.values()) < 11
     assert outcome.broken["apgd-t"] > 0, "or the comparison would show little"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("components", "radius"),
+    [(STANDARD, 0.018), (("fab-t",), 0.018), (("square",), 0.025)],
+    ids=["all", "fab", "square"],
+)
+def test_rows_of_several_networks_have_the_verdicts_that_the_library_gives_each_network_alone(components, radius):
+    """Sample by sample and component by component, in groups of different sizes with seeds of their own."""
+    from pyautoattack import AutoAttack
+
+    nets, sizes, seeds = [_net(10, seed) for seed in (1, 2, 3)], (7, 4, 9), [5, 6, 2**62 + 1]
+    groups = torch.repeat_interleave(torch.arange(3), torch.tensor(sizes))
+    x = _images(sum(sizes), 4)
+
+    def logits(images, rows):
+        scores = images.new_zeros((len(images), 10))
+        for number, net in enumerate(nets):
+            own = (groups[rows] == number).nonzero().flatten()
+            scores = scores.index_copy(0, own, net(images[own]))
+        return scores
+
+    y = logits(x, torch.arange(len(x))).argmax(1)
+    y[8] = (y[8] + 1) % 10
+    found = attack_rows(components, logits, Samples(x, y, groups, seeds), _threat(radius))
+    tracing = sys.gettrace()
+    for number, (net, seed) in enumerate(zip(nets, seeds, strict=True)):
+        own = groups == number
+        reference = _shortened(AutoAttack(net, norm="Linf", eps=radius, version="standard", seed=seed))
+        standing = net(x[own]).argmax(1) == y[own]
+        assert found.clean[own].tolist() == standing.tolist()
+        for name in components:
+            reference.attacks_to_run = [name]
+            at = standing.nonzero().flatten()
+            _, labels = reference.run_standard_evaluation(x[own][at], y[own][at], batch_size=99)
+            broken = torch.zeros_like(standing)
+            broken[at] = labels != y[own][at]
+            assert found.broken[name][own].tolist() == broken.tolist(), name
+            standing &= ~broken
+        assert found.correct[own].tolist() == standing.tolist()
+        assert standing.any()
+    sys.settrace(tracing)
+    assert all(int(found.broken[name].sum()) for name in components[:2]), "or it would show little"
+
+
+def test_square_paints_each_group_its_own_squares():
+    """Groups differ in their draws alone: each ends where it ends when it is attacked by itself."""
+    x, labels = torch.full((4, 1, 6, 6), 0.6), torch.zeros(4, dtype=torch.long)
+    weights = torch.linspace(-1, 1, 36).view(6, 6)
+
+    def margin(images, _):
+        return 40 + (images.squeeze(1) * weights).sum((1, 2))
+
+    def best(numbers, seeds):
+        groups = torch.tensor(numbers)
+        return square(margin, x[: len(groups)], groups, GroupDraws(seeds), 0.1, 60, lambda query: 0.8 / (1 + query))
+
+    together = best([0, 0, 1, 1], [3, 4])
+    assert torch.equal(together, torch.cat([best([0, 0], [3]), best([0, 0], [4])]))
+    assert not torch.equal(together[0], together[2])
+    assert float((together - x).abs().max()) == pytest.approx(0.1)
+    assert bool((margin(together, labels) < margin(x, labels)).all())
 
 
 class Threshold(nn.Module):

@@ -55,7 +55,7 @@ def test_json_has_the_documented_keys_and_no_others(cli, run):
     for part in ("personalised", "global"):
         assert list(results[part]) == ["clean", "pgd3"]
         for cell in results[part].values():
-            assert list(cell) == ["accuracy", "samples", "interval"]
+            assert list(cell) == ["accuracy", "samples", "interval", "precision"]
             low, high = cell["interval"]
             assert 0 <= low <= cell["accuracy"] <= high <= 1
             assert isinstance(cell["samples"], int)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fedprophet.display.summary import show_results
+from fedprophet.display.summary import accuracy_page, show_results
 from fedprophet.errors import CheckpointError
 
 PATH = Path("runs/one")
@@ -91,6 +91,17 @@ def test_closing_words_name_the_engine():
     ]
     show_results({**RESULTS, "engines": engines}, PATH, console)
     assert "\n- Engine: workers to round 4, then cuda, bfloat16.\n- Rounds: 7, seed 1.\n" in console.file.getvalue()
+
+
+def test_accuracies_of_different_precisions_are_told_apart():
+    def notes(pgd, autoattack):
+        cells = {"pgd20": pgd, "autoattack": autoattack}
+        cell = RESULTS["personalised"]["clean"]
+        part = {"clean": cell | {"precision": pgd}, **{name: cell | {"precision": p} for name, p in cells.items()}}
+        return [note for note in accuracy_page({**RESULTS, "personalised": part}).notes if "precision" in note]
+
+    assert notes("float32", "float32") == []
+    assert notes("bfloat16", "float32") == ["precision: bfloat16 for Clean, PGD-20; float32 for AutoAttack"]
 
 
 def test_closing_words_of_real_devices():

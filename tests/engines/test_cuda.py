@@ -1,5 +1,6 @@
 """The engine on a GPU against the plain one on the CPU; and what is said where there is no GPU."""
 
+import importlib
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -237,3 +238,31 @@ def test_what_cannot_be_fused_runs_on_the_gpu_too(sessions):
     _, session = sessions({"method": "feddf", "train.warmup": 1})
     _, records = play(session, 2)
     assert all(math.isfinite(record["loss"]) and not record["dropped"] for record in records)
+
+
+@needs_gpu
+@pytest.mark.parametrize("norms", ["local", "shared"])
+def test_autoattack_on_rows_of_all_clients_has_the_verdicts_of_one_client_at_a_time(sessions, norms, monkeypatch):
+    """In float32 also where the run is in bfloat16. Rounding may decide over one sample that is on the border."""
+    pytest.importorskip("pyautoattack")
+    suites = importlib.import_module("fedprophet.attacks.autoattack")
+    original = suites._suite
+
+    def shortened(*arguments):
+        suite = original(*arguments)
+        suite.square.n_queries, suite.fab.n_iter, suite.apgd.n_iter, suite.apgd_targeted.n_iter = 100, 5, 10, 10
+        return suite
+
+    monkeypatch.setattr(suites, "_suite", shortened)
+    changes = {"method": "jfat", "norm.layers": norms, "train.calibration": "labels", "train.iterations": 20}
+    _, session = sessions(changes, "bfloat16")
+    state, _ = play(session, 4)
+    threat = replace(session.world.image_threat(1), radius=0.05)
+    tasks = [replace(session.method.evaluation_task(state, k, threat), attack="autoattack") for k in range(6)]
+    together = {answer.client: answer for answer in session.engine.map(tasks)}
+    alone = {answer.client: answer for answer in session.engine._plain.map(tasks)}
+    names = suites.STANDARD
+    differ = sum(abs(together[k].broken[name] - alone[k].broken[name]) for k in alone for name in names)
+    assert differ <= 2, "a sample that falls to another component counts twice"
+    assert sum(abs(together[k].adversarial - alone[k].adversarial) for k in alone) <= 1
+    assert 0 < sum(answer.adversarial for answer in alone.values()) < sum(answer.clean for answer in alone.values())

@@ -123,14 +123,14 @@ def test_other_attacks_and_kinds_of_work(session_of, caplog, stacked):
     engine = stacked(session)
     with caplog.at_level(logging.WARNING, "fedprophet"):
         assert engine._job(replace(task, attack="autoattack", threat=None))  # then the attack does not matter
-        assert engine._job(replace(task, attack="autoattack")) is None
+        assert engine._job(replace(task, attack="unheard-of")) is None
         assert engine._job(Report(**where)) is None
         assert engine._job(Adopt(**where)) is None
         assert engine._job(Predict(**where, last=task.last)) is None
         assert engine._job(replace(task, kept_channels=kept, head=0)) is None
         assert engine._job(replace(task, kept_channels=kept, adversarial_statistics=True)) is None
     assert said(caplog) == [
-        "attack 'autoattack'", "tasks of the kind 'predict'", "sub-networks of a part of the model",
+        "attack 'unheard-of'", "tasks of the kind 'predict'", "sub-networks of a part of the model",
         "two sets of norm statistics in a sub-network or a cascade",
     ]  # fmt: skip
 

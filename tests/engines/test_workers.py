@@ -1,6 +1,7 @@
 """The workers engine: the plain engine's answers if both use one plan, and no process that outlives its use."""
 
 import gc
+import importlib
 import multiprocessing
 import os
 import signal
@@ -9,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from fedprophet.runs.observer import Observer
 from fedprophet.runs.play import play
 from fedprophet.runs.run import RunStoppedError, reopen, start
 from fedprophet.runs.session import assemble
+from fedprophet.server.coordinator import play_round
 from fedprophet.threads import torch_threads
 
 WORKERS = {"engine": "workers", "threads": 2}
@@ -224,6 +226,41 @@ def test_a_run_may_go_on_with_another_engine_or_number_of_workers(engine, tiny, 
     assert (found == expected) == (engine is WORKERS)
 
 
+@pytest.mark.slow
+def test_clients_are_attacked_by_autoattack_together_with_the_verdicts_that_they_have_alone(opened, monkeypatch):
+    """Whoever goes together, by how many workers; also where clients keep two sets of statistics, which do not."""
+    pytest.importorskip("pyautoattack")
+    monkeypatch.setattr("fedprophet.engines.workers.ROWS_TOGETHER", 13)
+    suites = importlib.import_module("fedprophet.attacks.autoattack")
+    original = suites._suite
+
+    def shortened(*arguments):  # workers are forked, and see it
+        suite = original(*arguments)
+        suite.apgd.n_iter, suite.apgd_targeted.n_iter, suite.apgd_targeted.n_target_classes = 10, 10, 3
+        return suite
+
+    monkeypatch.setattr(suites, "_suite", shortened)
+    for method in ("jfat", "fedrbn"):
+        changes = {"train.iterations": 12, "train.batch": 32, "rounds": 4, "model.options": {"width": 6}}
+        session = opened({"method": method, **changes})
+        engine, state = session.engine, session.method.initial()
+        for _ in range(3):
+            state, _ = play_round(session.method.round(state), engine)
+        threat = replace(session.world.image_threat(1), radius=0.1)
+        tasks = [
+            replace(session.method.evaluation_task(state, client, threat), attack="aa-fast", samples=6)
+            for client in (*range(5), SERVER)
+        ]
+        bundles = list(engine._bundles([*tasks, replace(tasks[0], attack="pgd")]))
+        assert [len(bundle) for bundle in bundles] == [1, 2, 2, 2]
+        together = {answer.client: answer for answer in engine.map(tasks)}
+        alone = {answer.client: answer for answer in engine._plain.map(tasks)}
+        assert together == alone
+        assert any(sum(answer.broken.values()) for answer in alone.values())
+        with closing(WorkerEngine(engine._plain, 1)) as single:
+            assert {answer.client: answer for answer in single.map(tasks)} == together
+
+
 # Who does what -------------------------------------------------------------------------------------------------------
 
 
@@ -233,13 +270,17 @@ def _tasks(*clients: int) -> list[Task]:
     ]
 
 
+def _queues(tasks: list[Task], features_at: dict[int, int], workers: int) -> _Queues:
+    return _Queues([(task,) for task in tasks], features_at, workers)
+
+
 def _given(queues: _Queues, *workers: int) -> list[int | None]:
-    tasks = [queues.next_for(worker) for worker in workers]
-    return [None if task is None else task.client for task in tasks]
+    bundles = [queues.next_for(worker) for worker in workers]
+    return [None if bundle is None else bundle[0].client for bundle in bundles]
 
 
 def test_clients_go_to_the_worker_that_has_their_features_and_others_to_the_shortest_queue():
-    queues = _Queues(_tasks(1, 2, 3, 4, 5), {3: 1, 5: 1}, 2)
+    queues = _queues(_tasks(1, 2, 3, 4, 5), {3: 1, 5: 1}, 2)
     # Worker 1 has 3 and 5; 1 and 2 level the queues, and 4 goes to the first of two equal ones.
     assert _given(queues, 1, 1) == [3, 5]
     assert _given(queues, 0, 0, 0) == [1, 2, 4]
@@ -247,7 +288,7 @@ def test_clients_go_to_the_worker_that_has_their_features_and_others_to_the_shor
 
 
 def test_a_worker_without_work_takes_the_last_of_the_longest_queue():
-    queues = _Queues(_tasks(1, 2, 3), {1: 0, 2: 0, 3: 0}, 2)
+    queues = _queues(_tasks(1, 2, 3), {1: 0, 2: 0, 3: 0}, 2)
     assert _given(queues, 1, 0, 1, 0) == [3, 1, 2, None]
 
 
@@ -255,9 +296,9 @@ def test_tasks_of_the_most_atoms_come_first():
     spans = {1: (2, 3), 2: (2, 3), 3: (2, 7), 4: (2, 4)}
     tasks = [replace(task, first=spans[task.client][0], last=spans[task.client][1]) for task in _tasks(1, 2, 3, 4)]
     # By length 3, 4, 1, 2, dealt in turn.
-    assert _given(_Queues(tasks, {}, 2), 0, 1, 1, 1, 1) == [3, 4, 2, 1, None]
+    assert _given(_queues(tasks, {}, 2), 0, 1, 1, 1, 1) == [3, 4, 2, 1, None]
     # A worker that has a client's features does not leave the longest for last either.
-    assert _given(_Queues(tasks, {1: 0, 3: 0}, 2), 0, 0) == [3, 1]
+    assert _given(_queues(tasks, {1: 0, 3: 0}, 2), 0, 0) == [3, 1]
 
 
 def test_shared_tensors_are_those_of_several_tasks():

@@ -362,6 +362,18 @@ def test_autoattack_is_preferred_to_its_stand_in_and_never_mixed_with_it(write_r
     assert row.accuracy("global", "aa").attack == "aa-fast"
 
 
+def test_columns_of_different_precisions_are_told_apart(write_run):
+    def evaluated(pgd):
+        own = {name: cell | {"precision": "float32"} for name, cell in cells(autoattack=0.3).items()}
+        steps = {"accuracy": 0.4, "samples": 9, "precision": pgd}
+        return {"personalised": {"clean": steps, "pgd20": steps, **own}, "global": {}}
+
+    mixed = only(compare([write_run("a", results=evaluated("bfloat16"))]))
+    assert said(mixed, "Precision") == "Precision of the accuracies: CLEAN bfloat16, PGD bfloat16, AA float32."
+    alike = only(compare([write_run("b", results=evaluated("float32"))]))
+    assert not [note for note in setting_notes(alike) if note.startswith("Precision")]
+
+
 def test_notes_on_samples_versions_attacks_and_memory(write_run, tmp_path):
     paths = [
         write_run("a", "jfat", autoattack=0.3),

@@ -217,11 +217,14 @@ def test_json(comparison):
         "value": {"mean": pytest.approx(0.85), "deviation": pytest.approx(0.0707107), "count": 2},
         "attack": "clean",
         "samples": [100, 100],
+        "precisions": [],
     }
     assert jfat["simulated_s"]["total"]["mean"] == 30
     assert [run["simulated_s"]["total"] for run in jfat["runs"]] == [20, 40]
     assert jfat["runs"][0]["best"] == REACHED["best"]
-    assert jfat["runs"][1]["personalised"]["autoattack"] == {"accuracy": 0.35, "samples": 50, "interval": None}
+    assert jfat["runs"][1]["personalised"]["autoattack"] == {
+        "accuracy": 0.35, "samples": 50, "interval": None, "precision": None
+    }  # fmt: skip
     assert ours["memory_bytes"] == {"least": 1_000_000, "peak": 7_000_000}
     assert ours["speedup"] == {"factor": 2.5, "over": "jFAT"}
     assert ours["personalised"]["aa"] is None

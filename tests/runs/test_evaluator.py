@@ -6,7 +6,7 @@ import pytest
 
 from fedprophet.messages.answers import Evaluated
 from fedprophet.messages.values import SERVER
-from fedprophet.runs.evaluator import Evaluator, evaluate
+from fedprophet.runs.evaluator import Evaluator, evaluate, precision_of
 from fedprophet.runs.export import exported_model
 from fedprophet.runs.session import assemble
 
@@ -68,10 +68,27 @@ def test_cells_of_an_evaluation(untrained) -> None:
     for cells in results.values():
         assert list(cells) == ["clean", "pgd1"]
         for cell in cells.values():
-            assert list(cell) == ["accuracy", "samples", "interval"]
+            assert list(cell) == ["accuracy", "samples", "interval", "precision"]
             low, high = cell["interval"]
             assert 0 <= low <= cell["accuracy"] <= high <= 1
     assert results["global"]["pgd1"]["samples"] == 360
+
+
+@pytest.mark.parametrize(
+    ("engine", "asked", "precisions"),
+    [
+        ("cuda", "bfloat16", ["bfloat16", "float32"]),
+        ("cuda", "float32", ["float32"] * 2),
+        ("plain", "bfloat16", ["float32"] * 2),
+    ],
+)
+def test_each_accuracy_has_the_precision_it_was_measured_in(untrained, engine, asked, precisions) -> None:
+    """AutoAttack is in float32 also where the GPU engine has bfloat16; other engines know nothing else."""
+    session = replace(untrained, engine_name=engine, config=untrained.config.model_copy(update={"precision": asked}))
+    assert [precision_of(session, attack) for attack in ("pgd", "autoattack")] == precisions
+    assert precision_of(session, "aa-fast") == "float32"
+    found = evaluate(session, session.method.initial(), ("clean", "pgd1"), session.engine)
+    assert {cell["precision"] for part in found.values() for cell in part.values()} == {precisions[0]}
 
 
 def test_evaluations_that_cannot_be_are_left_out_of_the_closing_numbers(untrained) -> None:

@@ -1,6 +1,7 @@
 """What a client measures: accuracy on its held-out part, and how far an attack moves its features (Eq. 11)."""
 
 from collections import Counter
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -16,26 +17,31 @@ from fedprophet.randomness import generator, key
 def evaluate(
     task: Evaluate, part: ModelPart, examples: LocalExamples, *, attacked: bool = True
 ) -> tuple[int, int, dict[str, int]]:
-    """Return how many samples are right, how many are under attack, and how many each component of it newly broke.
-
-    The numbers of batches name the attacks' draws and count from the first sample, not from the task's part: however
-    samples are dealt to tasks, each meets the same attack. So a part begins where a batch begins.
-    """
+    """Return how many samples are right, how many are under attack, and how many each component of it newly broke."""
     device = part.chain.device
-    offset, remainder = divmod(task.part[0] if task.part else 0, task.batch)
-    assert not remainder
     clean, adversarial, broken = 0, 0, Counter[str]()
     with part.still():
-        for number, batch in enumerate(torch.split(evaluated_positions(task, len(examples)), task.batch), offset):
+        for seed, batch in attacked_batches(task, evaluated_positions(task, len(examples))):
             x, labels = part.take(examples.fetch(batch)), examples.labels[batch].to(device)
             with torch.no_grad():
                 clean += int((part.logits(x).argmax(dim=1) == labels).sum())
             if attacked and task.threat is not None:
-                seed = key(task.seed, "evaluation attack", task.round, task.client, number)
                 outcome = ATTACKS[task.attack].run(part.logits, x, labels, task.threat, seed)
                 adversarial += int(outcome.correct.sum())
                 broken.update(outcome.broken)
     return clean, adversarial, dict(broken)
+
+
+def attacked_batches(task: Evaluate, positions: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield a task's samples in the batches that are attacked, each with the seed of the attack's draws.
+
+    The numbers of batches name the draws and count from the first sample, not from the task's part: however samples
+    are dealt to tasks, each meets the same attack. So a part begins where a batch begins.
+    """
+    offset, remainder = divmod(task.part[0] if task.part else 0, task.batch)
+    assert not remainder
+    for number, batch in enumerate(torch.split(positions, task.batch), offset):
+        yield key(task.seed, "evaluation attack", task.round, task.client, number), batch
 
 
 def evaluated_positions(task: Evaluate, available: int) -> Tensor:

@@ -91,13 +91,12 @@ def _evaluate(task: Evaluate, job: Job[Evaluate]) -> Evaluated:
     examples = job.client.data.validation
     if not len(job.held_out):
         return job.evaluated(0, 0, {})
-    workspace = _loaded(job)
-    whole = _part(job, workspace, 0, examples.fetch(torch.arange(1)))
+    whole = evaluated_part(job)
     if not job.two_statistics:
         return job.evaluated(*evaluate(task, whole, examples))
     # Clean images keep the clean statistics; attacked images are evaluated with the adversarial ones.
     clean, _, _ = evaluate(task, whole, examples, attacked=False)
-    TwoSets(workspace.chain, job.known)
+    TwoSets(whole.chain, job.known)
     return job.evaluated(clean, *evaluate(task, whole, examples)[1:])
 
 
@@ -131,6 +130,11 @@ def _distill(task: Distill, job: Job[Distill]) -> Distilled:
     loss = distill(task, workspace.part(task.first, task.last), job.client.data.train)
     names = (*workspace.chain.shared(), *workspace.chain.local())
     return Distilled(**job.header, loss=loss, parameters=workspace.values(names))
+
+
+def evaluated_part(job: Job[Evaluate]) -> ModelPart:
+    """Return what an evaluation runs, from the image on, loaded into the job's workspace."""
+    return _part(job, _loaded(job), 0, job.client.data.validation.fetch(torch.arange(1)))
 
 
 def _loaded(job: Job[ModelTask]) -> Workspace:

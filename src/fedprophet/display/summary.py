@@ -77,8 +77,20 @@ def _measured_with(results: Mapping[str, Any]) -> Iterator[str]:
             continue
         layers = results.get("norm_layers", {}).get(part)
         yield f"{part}: {text}{left_out.get(part, '')}" + (f"; norm layers: {layers}" if layers else "")
+    yield from _precisions(results)
     if "starting_weights" in results:
         yield f"starting weights: {results['starting_weights'] or 'drawn at random'}"
+
+
+def _precisions(results: Mapping[str, Any]) -> Iterator[str]:
+    """Name the precision of each accuracy, unless all are in float32."""
+    found: dict[str, dict[str, None]] = {}
+    for part in MEASURED_ON:
+        for name, cell in results.get(part, {}).items():
+            if "precision" in cell:  # earlier versions did not record it
+                found.setdefault(cell["precision"], {})[attack_label(name)] = None
+    if set(found) - {"float32"}:
+        yield "precision: " + "; ".join(f"{each} for {', '.join(names)}" for each, names in found.items())
 
 
 def _remarks(results: Mapping[str, Any]) -> Iterator[str]:

@@ -5,18 +5,19 @@ It makes fewer passes over memory: norm layers are folded into convolutions whil
 pools of narrow layers are quick. Layers that it does not know stay as the model has them.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.fx import Node
 
 from fedprophet.cascade.atoms import Atom, Body, Chain
 from fedprophet.cascade.narrow import Scaler
 from fedprophet.cascade.trace import TracedProgram
 from fedprophet.engines.folding import FoldedConvolution, Pointwise, folded, held, is_hooked, is_strided_pointwise
+from fedprophet.engines.rewriting import layers_of, rewritten, takes_one
 from fedprophet.models.normalize import Normalize
 
 MemoryFormat = torch.memory_format
@@ -89,7 +90,7 @@ def _is_ordinary(program: TracedProgram) -> bool:
     nodes = program.code.graph.nodes
     names = [getattr(node.target, "__name__", "") for node in nodes if node.op == "call_function"]
     methods = {node.target for node in nodes if node.op == "call_method"}
-    known = all(_is_known_layer(layer) for layer in _layers(program).values())
+    known = all(_is_known_layer(layer) for layer in layers_of(program).values())
     # "conv": F.conv2d, F.conv_transpose2d and all their relatives, which `memory_format_of` does not see.
     return known and not any("conv" in name or name in FORMAT_DEPENDENT for name in (*names, *methods))
 
@@ -114,59 +115,29 @@ def _planned_atom(atom: Atom) -> Atom:
     # Layers that several atoms run have one flag for all of them, which an atom sets around its own run.
     if atom.reused or not (isinstance(train, TracedProgram) and isinstance(evaluate, TracedProgram)):
         return atom
-    programs = _rewritten(train, _strided(train)), _rewritten(evaluate, _strided(evaluate) | _foldable(evaluate))
-    leaves = tuple(dict.fromkeys(layer for program in programs for layer in _layers(program).values()))
+    programs = rewritten(train, _strided(train)), rewritten(evaluate, _strided(evaluate) | _foldable(evaluate))
+    leaves = tuple(dict.fromkeys(layer for program in programs for layer in layers_of(program).values()))
     body = Body(*programs, leaves, atom.body.writes_input)
     return Atom(atom.name, atom.layers, atom.bounds, body, atom.training)
-
-
-def _layers(program: TracedProgram) -> dict[Node, nn.Module]:
-    """Return the layer behind each of a program's calls."""
-    calls = (node for node in program.code.graph.nodes if node.op == "call_module")
-    return {node: program.code.get_submodule(str(node.target)) for node in calls}
 
 
 def _strided(program: TracedProgram) -> dict[Node, nn.Module]:
     """Return the replacements of strided 1×1 convolutions."""
     return {
         node: Pointwise(layer)
-        for node, layer in _layers(program).items()
-        if type(layer) is nn.Conv2d and is_strided_pointwise(layer) and not is_hooked(layer) and _takes_one(node)
+        for node, layer in layers_of(program).items()
+        if type(layer) is nn.Conv2d and is_strided_pointwise(layer) and not is_hooked(layer) and takes_one(node)
     }
 
 
 def _foldable(program: TracedProgram) -> dict[Node, nn.Module]:
     """Return the replacements of convolutions whose result only a norm layer reads, and of those norm layers."""
-    layers = _layers(program)
+    layers = layers_of(program)
     replacements: dict[Node, nn.Module] = {}
     for node, convolution in layers.items():
         (reader,) = node.users if len(node.users) == 1 else (None,)
-        if reader in layers and _takes_one(node) and _takes_one(reader):
+        if reader in layers and takes_one(node) and takes_one(reader):
             both = folded(convolution, layers[reader])
             if both is not None:
                 replacements |= {node: both, reader: nn.Identity()}
     return replacements
-
-
-def _takes_one(node: Node) -> bool:
-    return len(node.args) == 1 and not node.kwargs
-
-
-def _rewritten(program: TracedProgram, replacements: Mapping[Node, nn.Module]) -> TracedProgram:
-    """Return the program with some layers replaced; where one is replaced by an identity, its call is left out."""
-    if not replacements:
-        return program
-    graph = fx.Graph()
-    copies: dict[Node, Node] = {}
-    root: dict[str, nn.Module] = {}
-    layers = {**_layers(program), **replacements}
-    for number, node in enumerate(program.code.graph.nodes):
-        layer = layers.get(node)
-        if node in replacements and isinstance(layer, nn.Identity):
-            copies[node] = copies[node.args[0]]
-            continue
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-        if layer is not None:
-            copies[node].target = f"layer_{number}"
-            root[f"layer_{number}"] = layer
-    return TracedProgram(fx.GraphModule(root, graph), program.host, program.attributes)

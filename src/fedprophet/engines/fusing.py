@@ -49,7 +49,7 @@ KNOWN_FIELDS: Mapping[type, frozenset[str]] = {
 KNOWN_ATTACKS, KNOWN_NORMS = ("pgd",), ("linf", "l2")
 
 
-def check_known(task: Task) -> None:
+def check_known(task: Task, attacks: Sequence[str] = KNOWN_ATTACKS) -> None:
     """Raise NotFusableError for a task that is, has or asks for anything that stacks do not know."""
     # A class without a kind of its own has its base's, so that the kind alone does not tell what a task is.
     listed = TASKS.get(task.kind, Task)
@@ -59,7 +59,7 @@ def check_known(task: Task) -> None:
     threat = task.threat if isinstance(task, Train | Evaluate | Measure) else None
     if threat is not None and threat.norm not in KNOWN_NORMS:
         raise NotFusableError(f"norm {threat.norm!r}")
-    if threat is not None and isinstance(task, Evaluate) and task.attack not in KNOWN_ATTACKS:
+    if threat is not None and isinstance(task, Evaluate) and task.attack not in attacks:
         raise NotFusableError(f"attack {task.attack!r}")
 
 

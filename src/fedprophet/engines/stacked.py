@@ -1,7 +1,8 @@
 """The stacked engine: jobs that differ in the client and in how far they go are computed together (`fast`).
 
-Sub-networks of fewer channels are padded to widths that several of them share (`fast.narrow`). What it cannot fuse
-(`engines.fusing`) goes to the plain path on the same device, and it says so once.
+Sub-networks of fewer channels are padded to widths that several of them share (`fast.narrow`). AutoAttack runs on rows
+of many clients (`engines.row_attacks`). What cannot be fused (`engines.fusing`) goes to the plain path on the same
+device, and it says so once.
 """
 
 import logging
@@ -14,11 +15,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from fedprophet.client.job import Job
 from fedprophet.client.statistics import under_attack
 from fedprophet.client.trainer import batches
 from fedprophet.engines.fusing import Fusing
 from fedprophet.engines.inputs import Inputs
 from fedprophet.engines.plain import PlainEngine
+from fedprophet.engines.row_attacks import RowAttacks
 from fedprophet.engines.stack_job import StackJob
 from fedprophet.fast.folded import FoldedStack
 from fedprophet.fast.layout import sent, transferred
@@ -56,6 +59,7 @@ class StackedEngine:
         self._backend = backend
         self._limits = limits
         self._fusing = Fusing(plain.workspaces, backend, limits.activations)
+        self._rows = RowAttacks(plain.workspaces, limits.activations)
         self._inputs = Inputs(backend.device, limits.resident)
         self._plans: OrderedDict[Hashable, TrainingPlan] = OrderedDict()
         self._said: set[str] = set()
@@ -64,13 +68,18 @@ class StackedEngine:
         """Carry out the tasks, group after group."""
         plain: list[Task] = []
         groups: dict[Hashable, list[StackJob[ModelTask]]] = {}
+        attacked: dict[Hashable, list[Job[Evaluate]]] = {}
         for task in tasks:
             job = self._job(task)
             if job is None:
                 plain.append(task)
-            else:
+            elif isinstance(job, StackJob):
                 groups.setdefault(self._fusing.group_key(job), []).append(job)
+            else:
+                attacked.setdefault(self._rows.group_key(job), []).append(job)
         yield from self._plain.map(plain)
+        for rows in attacked.values():
+            yield from self._rows.run(rows)
         for group in groups.values():
             # The device works on one stack while the next is prepared.
             asked: Iterator[Answer] = iter(())
@@ -79,12 +88,13 @@ class StackedEngine:
                 yield from before
             yield from asked
 
-    def _job(self, task: Task) -> StackJob[ModelTask] | None:
-        """Return the task's job on a stack; None for the plain path."""
+    def _job(self, task: Task) -> StackJob[ModelTask] | Job[Evaluate] | None:
+        """Return the task's job on a stack, or on rows of several clients; None for the plain path."""
         if not isinstance(task, ModelTask):
             return None
         try:
-            return self._fusing.job(task, self._client(task.client))
+            client = self._client(task.client)
+            return self._rows.job(task, client) or self._fusing.job(task, client)
         except NotFusableError as reason:
             text = f"the GPU engine leaves this to the plain path: {reason}"
             if text not in self._said:

@@ -24,6 +24,7 @@ from fedprophet.client.features import FeatureCache
 from fedprophet.engines.channel import CLOSED, Channel, Shared
 from fedprophet.engines.cpu_plan import fast_plan
 from fedprophet.engines.plain import PlainEngine
+from fedprophet.engines.row_attacks import RowAttacks
 from fedprophet.errors import FedProphetError, TrainingError
 from fedprophet.messages.answers import Answer
 from fedprophet.messages.tasks import ModelTask
@@ -39,6 +40,10 @@ _FREED_BYTES, _FREED_PIECE = 2**31 - 1, 2**25
 """Freed bytes that the C library keeps: in all, and the largest piece (it accepts no more)."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _FORK = multiprocessing.get_context("fork")
+Bundle = tuple[ModelTask, ...]
+"""Tasks of one architecture that a worker carries out together."""
+ROW_BYTES = 2**30
+"""What the activations of rows that are attacked together may take in a worker."""
 OwnLayers = tuple[str, int, int, Mapping[str, Tensor], Timeline]
 """A client's own layers: the arguments of `LocalLayers.put`."""
 
@@ -49,18 +54,18 @@ class WorkerError(RuntimeError):
 
 @dataclass(frozen=True)
 class WorkerJob:
-    """A task, the client's own layers, and the frozen modules of the task that this worker has not seen yet."""
+    """Tasks, their clients' own layers, and those of their frozen modules that this worker has not seen yet."""
 
-    task: ModelTask
-    own: Mapping[str, Tensor] | None
+    tasks: Bundle
+    own: Mapping[int, Mapping[str, Tensor] | None]
     modules: Sequence[Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
 class WorkerResult:
-    """The result of a job: an answer and the client's new own layers, or an error."""
+    """The result of a job: answers and the clients' new own layers, or an error."""
 
-    answer: Answer | None = None
+    answers: Sequence[Answer] = ()
     own: Sequence[OwnLayers] = ()
     error: tuple[type[FedProphetError], str] | None = None
     trace: str = ""
@@ -74,7 +79,7 @@ class WorkerProcess:
 
     def __init__(self, plain: PlainEngine, workers: int) -> None:
         ours, theirs = _FORK.Pipe()
-        self.task: ModelTask | None = None
+        self.tasks: Bundle = ()
         self.modules: set[str] = set()
         self.channel = Channel(ours)
         self._process = _FORK.Process(target=_work, args=(theirs, ours, plain, workers))
@@ -93,7 +98,7 @@ class WorkerProcess:
 
     def send(self, job: WorkerJob, shared: Shared) -> None:
         """Give the worker a job. It must have none."""
-        self.task = job.task
+        self.tasks = job.tasks
         try:
             self.channel.send(job, shared)
         except CLOSED:
@@ -105,7 +110,7 @@ class WorkerProcess:
             result: WorkerResult = self.channel.receive()
         except CLOSED:
             raise self._lost() from None
-        self.task = None
+        self.tasks = ()
         return result
 
     def leave(self) -> None:
@@ -126,7 +131,7 @@ class WorkerProcess:
         code, how = self._process.exitcode, "ended by itself"
         if code is not None and code < 0:
             how = f"was ended by {signal.Signals(-code).name}, as when the memory runs out"
-        what = f" while client {self.task.client} was to {self.task.kind}" if self.task else ""
+        what = f" while client {self.tasks[0].client} was to {self.tasks[0].kind}" if self.tasks else ""
         return TrainingError(
             f"a worker process {how}{what}. Use fewer workers to save memory: lower threads "
             "(for an existing run, in its config.toml)"
@@ -137,14 +142,14 @@ class WorkerProcess:
 
 
 class _TaskLayers:
-    """A client's own layers as a worker sees them: they come with the job, and what the client keeps goes back."""
+    """Clients' own layers as a worker sees them: they come with the job, and what a client keeps goes back."""
 
     def __init__(self) -> None:
-        self.given: Mapping[str, Tensor] | None = None
+        self.given: Mapping[int, Mapping[str, Tensor] | None] = {}
         self.stored: list[OwnLayers] = []
 
     def get(self, architecture: str, client: int, timeline: Timeline, before: int) -> Mapping[str, Tensor] | None:
-        return self.given
+        return self.given[client]
 
     def put(
         self, architecture: str, client: int, round: int, tensors: Mapping[str, Tensor], timeline: Timeline
@@ -166,10 +171,11 @@ def _work(
     for workspace in plain.workspaces.values():
         workspace.features, workspace.layers = features, layers
         workspace.run_by(fast_plan)
+    rows = RowAttacks(plain.workspaces, ROW_BYTES)
     channel, jobs = Channel(connection), SimpleQueue[WorkerJob]()
     threading.Thread(target=_listen, args=(channel, jobs, features), daemon=True).start()
     while True:
-        result = _result(jobs.get(), plain, layers)
+        result = _result(jobs.get(), plain, rows, layers)
         with suppress(*CLOSED):  # the listener sees it too
             channel.send(result)
 
@@ -200,14 +206,13 @@ def _listen(channel: Channel, jobs: SimpleQueue[WorkerJob], features: FeatureCac
         os._exit(0)
 
 
-def _result(job: WorkerJob, plain: PlainEngine, layers: _TaskLayers) -> WorkerResult:
-    task = job.task
+def _result(job: WorkerJob, plain: PlainEngine, rows: RowAttacks, layers: _TaskLayers) -> WorkerResult:
     try:
         for module in job.modules:
-            plain.workspaces[task.architecture].modules.add(module)
+            plain.workspaces[job.tasks[0].architecture].modules.add(module)
         layers.given, layers.stored = job.own, []
-        (answer,) = plain.map([task])
-        return WorkerResult(answer, layers.stored)
+        answers = plain.map(job.tasks) if len(job.tasks) == 1 else rows.map(job.tasks, plain)
+        return WorkerResult(list(answers), layers.stored)
     except FedProphetError as error:
         return WorkerResult(error=(type(error), str(error)))
     except Exception:

@@ -5,6 +5,8 @@ for, so the answers are the same, bit for bit, for any number of workers, whiche
 compute by the fast plan (`engines.cpu_plan`), which rounds differently from the plain engine; given the same plan and
 one thread, the plain engine gives the same answers.
 
+AutoAttack is carried out for several clients at once (`engines.row_attacks`), so that a batch is worth its overhead.
+
 The server's store of frozen modules and the clients' own layers stay in this process: a module goes to a worker when a
 task first needs it there, a client's layers go with its task, and what the client wants to keep comes back.
 """
@@ -14,14 +16,19 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from multiprocessing.connection import wait
 
+from fedprophet.client.measure import evaluated_positions
 from fedprophet.engines.channel import Shared
 from fedprophet.engines.plain import PlainEngine, make_plain
 from fedprophet.engines.registry import EngineParts, can_fork, cores, engine
-from fedprophet.engines.worker_process import WorkerError, WorkerJob, WorkerProcess, WorkerResult
+from fedprophet.engines.row_attacks import is_for_rows, packed
+from fedprophet.engines.worker_process import Bundle, WorkerError, WorkerJob, WorkerProcess, WorkerResult
 from fedprophet.errors import ConfigError, TrainingError
 from fedprophet.messages.answers import Answer
-from fedprophet.messages.tasks import Distill, Measure, ModelTask, Task, Train
+from fedprophet.messages.tasks import Distill, Evaluate, Measure, ModelTask, Task, Train
 from fedprophet.threads import ONE_THREAD
+
+ROWS_TOGETHER = 32
+"""How many samples a worker attacks together with AutoAttack: more hardly take less time for each."""
 
 
 @engine("workers", "clients side by side in worker processes, one CPU core each", single_threaded=True)
@@ -88,7 +95,7 @@ class WorkerEngine:
 
     @property
     def _busy(self) -> bool:
-        return any(worker.task for worker in self._workers)
+        return any(worker.tasks for worker in self._workers)
 
     def _spread(self, tasks: Sequence[ModelTask]) -> Iterator[Answer]:
         if self._busy:
@@ -98,10 +105,29 @@ class WorkerEngine:
         self._turn += 1
         turn = self._turn
         try:
-            yield from self._carry_out(_Queues(tasks, self._features_at, self._count), _shared(tasks), turn)
+            queues = _Queues(self._bundles(tasks), self._features_at, self._count)
+            yield from self._carry_out(queues, _shared(tasks), turn)
         finally:
             if turn == self._turn and self._busy:
                 self.close()
+
+    def _bundles(self, tasks: Sequence[ModelTask]) -> Iterator[Bundle]:
+        """Yield tasks as workers are given them: evaluations under AutoAttack several at once, others one by one.
+
+        What goes together does not depend on the number of workers.
+        """
+        attacked: dict[str, list[ModelTask]] = {}
+        for task in tasks:
+            if is_for_rows(task):
+                attacked.setdefault(task.architecture, []).append(task)
+            else:
+                yield (task,)
+        for some in attacked.values():
+            yield from map(tuple, packed(some, self._samples, ROWS_TOGETHER))
+
+    def _samples(self, task: ModelTask) -> int:
+        assert isinstance(task, Evaluate)
+        return len(evaluated_positions(task, len(self._plain.client(task.client).data.validation)))
 
     def _carry_out(self, queues: "_Queues", shared: Shared, turn: int) -> Iterator[Answer]:
         """Keep every worker busy. One that is given a task is waiting for it, so neither side blocks the other."""
@@ -115,31 +141,34 @@ class WorkerEngine:
                     continue
                 result = worker.receive()
                 self._give(number, queues, shared)
-                yield self._accept(result)
-                if turn != self._turn:
-                    raise RuntimeError("the workers engine was given other tasks before it was through with these")
+                for answer in self._accept(result):
+                    yield answer
+                    if turn != self._turn:
+                        raise RuntimeError("the workers engine was given other tasks before it was through with these")
 
     def _give(self, number: int, queues: "_Queues", shared: Shared) -> None:
-        worker, task = self._workers[number], queues.next_for(number)
-        if task is None:
+        worker, bundle = self._workers[number], queues.next_for(number)
+        if bundle is None:
             return
-        if task.frozen and isinstance(task, Train | Measure):  # the worker caches the client's features
-            self._features_at[task.client] = number
-        workspace = self._plain.workspaces[task.architecture]
-        own = workspace.layers.get(task.architecture, task.client, task.timeline, task.layers_before)
-        unseen = {module.digest for module in task.frozen} - worker.modules
+        first = bundle[0]
+        if first.frozen and isinstance(first, Train | Measure):  # the worker caches the client's features
+            self._features_at[first.client] = number
+        workspace = self._plain.workspaces[first.architecture]
+        layers = workspace.layers
+        own = {t.client: layers.get(t.architecture, t.client, t.timeline, t.layers_before) for t in bundle}
+        unseen = {module.digest for task in bundle for module in task.frozen} - worker.modules
         worker.modules |= unseen
-        worker.send(WorkerJob(task, own, [workspace.modules[name] for name in sorted(unseen)]), shared)
+        worker.send(WorkerJob(bundle, own, [workspace.modules[name] for name in sorted(unseen)]), shared)
 
-    def _accept(self, result: WorkerResult) -> Answer:
+    def _accept(self, result: WorkerResult) -> Sequence[Answer]:
         if result.error is not None:
             kind, text = result.error
             raise kind(text)
-        if result.answer is None:
+        if result.trace:
             raise WorkerError(f"in a worker process:\n{result.trace}")
         for own in result.own:
             self._plain.workspaces[own[0]].layers.put(*own)
-        return result.answer
+        return result.answers
 
 
 class _Queues:
@@ -149,17 +178,17 @@ class _Queues:
     A worker whose queue is empty takes over from the longest: computing features again is quicker than waiting.
     """
 
-    def __init__(self, tasks: Sequence[ModelTask], features_at: Mapping[int, int], workers: int) -> None:
-        self._queues: list[deque[ModelTask]] = [deque() for _ in range(workers)]
-        tasks = sorted(tasks, key=lambda task: task.first - task.last)
-        for task in tasks:
-            if task.client in features_at:
-                self._queues[features_at[task.client]].append(task)
-        for task in tasks:
-            if task.client not in features_at:
-                min(self._queues, key=len).append(task)
+    def __init__(self, bundles: Iterable[Bundle], features_at: Mapping[int, int], workers: int) -> None:
+        self._queues: list[deque[Bundle]] = [deque() for _ in range(workers)]
+        bundles = sorted(bundles, key=lambda bundle: bundle[0].first - bundle[0].last)
+        for bundle in bundles:
+            if bundle[0].client in features_at:
+                self._queues[features_at[bundle[0].client]].append(bundle)
+        for bundle in bundles:
+            if bundle[0].client not in features_at:
+                min(self._queues, key=len).append(bundle)
 
-    def next_for(self, worker: int) -> ModelTask | None:
+    def next_for(self, worker: int) -> Bundle | None:
         """Return what a worker does next; None if no task is left."""
         if self._queues[worker]:
             return self._queues[worker].popleft()

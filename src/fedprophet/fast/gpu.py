@@ -6,7 +6,6 @@ strides) are left to torch, client after client.
 """
 
 from functools import cache
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +30,7 @@ from fedprophet.fast.kernels import (
     unbiased,
 )
 from fedprophet.fast.tiles import block_tiles, divisor, row_tiles
+from fedprophet.precision import exact_products
 
 PARTS = 64
 """The most parts (a power of two) that a reduction over rows is cut into. They are then added."""
@@ -68,7 +68,7 @@ class TritonKernels(Kernels):
         stride: int = 1,
     ) -> Tensor:
         if weight.shape[1] != 9 or stride != 1:
-            with _exact_products():
+            with exact_products():
                 found = self._torch.convolve(x, weight, shift, mask, turned, out, channels, add, stride)
             return found.contiguous()
         outputs = weight.shape[2 if turned else 3]
@@ -97,7 +97,7 @@ class TritonKernels(Kernels):
 
     def weight_gradient(self, x: Tensor, gradient: Tensor, kernel: int = 3, stride: int = 1) -> Tensor:
         if kernel != 3 or stride != 1:
-            with _exact_products():
+            with exact_products():
                 return self._torch.weight_gradient(x, gradient, kernel, stride).contiguous()
         clients, samples, height, width, inputs = x.shape
         outputs, rows = gradient.shape[-1], samples * height * width
@@ -294,11 +294,6 @@ class TritonKernels(Kernels):
 def _fits(values: Tensor, clients: int, channels: int) -> bool:
     """Whether there is one float32 number for each client and channel, row after row in memory."""
     return values.shape == (clients, channels) and values.dtype == torch.float32 and values.is_contiguous()
-
-
-def _exact_products() -> Any:
-    """Let torch's convolutions multiply in float32 where they are asked to, not in TF32."""
-    return torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False)
 
 
 @cache

@@ -71,11 +71,12 @@ class Statistic:
 
 @dataclass(frozen=True)
 class RowAccuracy:
-    """An accuracy over the runs of a row: under which attack, and on how many samples in each run."""
+    """An accuracy over the runs of a row: under which attack, on how many samples in each run, in which precisions."""
 
     value: Statistic
     attack: str
     samples: tuple[int, ...]
+    precisions: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,8 @@ class Row:
             cells = [cell for run in self.runs if (cell := run.accuracies.get(kind, {}).get(attack)) is not None]
             value = Statistic.of([cell.accuracy for cell in cells])
             if value is not None:
-                return RowAccuracy(value, attack, tuple(cell.samples for cell in cells))
+                precisions = tuple(dict.fromkeys(cell.precision for cell in cells if cell.precision))
+                return RowAccuracy(value, attack, tuple(cell.samples for cell in cells), precisions)
         return None
 
     def memory(self, part: str) -> int | None:

@@ -79,6 +79,23 @@ def _samples(setting: Setting) -> Iterator[str]:
         yield f"Samples per accuracy: {', '.join(texts)}."
 
 
+def _precisions(setting: Setting) -> Iterator[str]:
+    """Name the precision of each column, unless all are in float32."""
+    columns = {
+        column: {
+            precision
+            for row in setting.rows
+            for kind in KINDS
+            if (cell := row.accuracy(kind, column))
+            for precision in cell.precisions
+        }
+        for column in COLUMN_ATTACKS
+    }
+    if set().union(*columns.values()) - {"float32"}:
+        texts = [f"{column.upper()} {' and '.join(sorted(found))}" for column, found in columns.items() if found]
+        yield f"Precision of the accuracies: {', '.join(texts)}."
+
+
 def _rows_differ(setting: Setting) -> Iterator[str]:
     """Name the configuration keys in which rows differ, unless every label says so.
 
@@ -190,6 +207,7 @@ _NOTES: Sequence[Callable[[Setting], Iterable[str]]] = (
     _sources,
     _norm_layers,
     _samples,
+    _precisions,
     _rows_differ,
     _engines_differ,
     _deployed,

@@ -35,11 +35,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class MeasuredAccuracy:
-    """An accuracy, the number of samples, and its 95 % interval if one was computed."""
+    """An accuracy, the number of samples, and, if they are known, its 95 % interval and the precision it is of."""
 
     accuracy: Share
     samples: Count
     interval: tuple[float, float] | None = None
+    precision: str | None = None
 
 
 @dataclass(frozen=True)

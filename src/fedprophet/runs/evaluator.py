@@ -6,12 +6,14 @@ from typing import Any
 
 from torch import Tensor
 
+from fedprophet.attacks.autoattack import SUITES
 from fedprophet.attacks.names import find_attack
 from fedprophet.messages.answers import Evaluated
 from fedprophet.messages.values import SERVER
 from fedprophet.methods.base import MethodState
 from fedprophet.progress import Watch, unwatched
 from fedprophet.runs.asking import in_order
+from fedprophet.runs.engine_history import CUDA
 from fedprophet.runs.export import exported_model
 from fedprophet.runs.session import Session
 from fedprophet.server.accuracy import InputKind, evaluation_fault, personalised_estimate, pooled_estimate
@@ -32,14 +34,22 @@ def threat_of(session: Session, name: str) -> tuple[str, ThreatModel | None]:
     return found.key, session.world.image_threat(found.steps or session.config.evaluate.steps)
 
 
+def precision_of(session: Session, attack: str) -> str:
+    """Return the precision in which a run is measured under an attack of the table of attacks."""
+    # AutoAttack is always in float32: its last steps are finer than bfloat16.
+    return session.config.precision if session.engine_name == CUDA and attack not in SUITES else "float32"
+
+
 @dataclass(frozen=True)
 class AttackResult:
     """The answers for one attack, of the clients and for the parts of the test set; `inputs` says which ones count.
 
-    `uncalibrated` are those of the clients without their label frequencies, where they were trained with them.
+    `precision` is that of activations and products. `uncalibrated` are the answers of the clients without their label
+    frequencies, where they were trained with them.
     """
 
     inputs: InputKind
+    precision: str
     clients: Sequence[Evaluated]
     test: Sequence[Evaluated]
     uncalibrated: Sequence[Evaluated] | None = None
@@ -61,7 +71,10 @@ def cells(results: Mapping[str, AttackResult]) -> dict[str, dict[str, Any]]:
     whole = {name: pooled_estimate(found.test, found.inputs) for name, found in results.items()}
     parts = {"personalised": own, **({"uncalibrated": without} if without else {}), "global": whole}
     return {
-        part: {name: asdict(value) | {"interval": list(value.interval)} for name, value in estimates.items()}
+        part: {
+            name: asdict(value) | {"interval": list(value.interval), "precision": results[name].precision}
+            for name, value in estimates.items()
+        }
         for part, estimates in parts.items()
     }
 
@@ -113,7 +126,8 @@ class Evaluator:
             without = None
             if clients and self.session.config.train.calibration != "none":
                 without = self._over_clients(attack, threat, f"{name}, clients, uncalibrated", calibrated=False)
-            results[name] = AttackResult("clean" if threat is None else "adversarial", own, test, without)
+            inputs: InputKind = "clean" if threat is None else "adversarial"
+            results[name] = AttackResult(inputs, precision_of(self.session, attack), own, test, without)
         return results
 
     def _over_clients(
