@@ -107,8 +107,8 @@ class NormSettings(Section):
     newcomers: Literal["auto", "initial", "average"] = Field(
         default="auto",
         description="What a client that has no layers of its own yet begins with: those of the untrained model "
-        "(initial, as in the paper's runs), or the pooled ones of the clients that trained last, who then send theirs to "
-        "the server (average). auto: initial with local layers, average with local statistics.",
+        "(initial, as in the paper's runs), or the pooled ones of the clients that trained last, who then send theirs "
+        "to the server (average). auto: initial with local layers, average with local statistics.",
     )
     refresh: Literal["none", "clean", "attacked"] = Field(
         default="none",
