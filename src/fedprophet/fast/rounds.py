@@ -103,14 +103,7 @@ class TrainingPlan:
         used = [under_attack(own) for own in parameters] if self.observes else parameters
         stacks = self.layout.stacked(used, self.backend.device)
         if self.training is None:
-            # Training writes in place, and stacks may be views of what tasks brought.
-            owned = {name: value.clone(memory_format=torch.contiguous_format) for name, value in stacks.items()}
-            self.training = TrainingStack(self.ladder, self.backend.kernels, self.backend.compute, owned, self.hyper)
-            self.training.squares = Squares(self.scaled, self.ladder, self.backend.device) if self.scaled else None
-            names = self.layout.statistics() if self.observes else []
-            self.training.observed = {name: torch.empty_like(owned[name]) for name in names}
-            self.training.anchors = {name: torch.empty_like(owned[name]) for name in self.anchored}
-            self.training.prior = self.folded.prior = self.prior
+            self.training = self._begun(stacks)
         else:
             for name, value in stacks.items():
                 self.training.stacks[name].copy_(value)
@@ -130,6 +123,18 @@ class TrainingPlan:
             self.labels[number].copy_(labels)
         if self.attack is not None and threat is not None:
             self.attack.set(threat)
+
+    def _begun(self, stacks: Tensors) -> TrainingStack:
+        """Return networks in training that begin with these parameters, and all memory that later rounds use."""
+        # Training writes in place, and stacks may be views of what tasks brought.
+        owned = {name: value.clone(memory_format=torch.contiguous_format) for name, value in stacks.items()}
+        training = TrainingStack(self.ladder, self.backend.kernels, self.backend.compute, owned, self.hyper)
+        training.squares = Squares(self.scaled, self.ladder, self.backend.device) if self.scaled else None
+        names = self.layout.statistics() if self.observes else []
+        training.observed = {name: torch.empty_like(owned[name]) for name in names}
+        training.anchors = {name: torch.empty_like(owned[name]) for name in self.anchored}
+        training.prior = self.folded.prior = self.prior
+        return training
 
     def run(self, batches: Iterator[Tensor], seeds: Sequence[int]) -> None:
         """Do one local iteration for each batch: K×N positions of the samples of every client, one seed for each."""

@@ -109,7 +109,6 @@ class Method(ABC, Generic[S]):
 
     def __init__(self, world: World) -> None:
         self.world = world
-        world.initial_layers  # noqa: B018  before a task loads others into the chain
         self.norm_layers = type(self).norm_layers.format(averaged=world.aggregator.averaged)
         norm = world.config.norm
         hidden = hidden_norm_layers(world.chain) if norm.refresh != "none" or norm.layers == "frozen" else ()

@@ -35,7 +35,8 @@ class World:
     """All that a method knows, and the values that the configuration gives its tasks.
 
     `family` are the models that clients may train where a method lets them, from the smallest to the run's own model.
-    `sizes` are those of the clients' shards, where the server knows them.
+    `sizes` are those of the clients' shards, where the server knows them. `initial_layers` are the clients' own layers
+    before any training.
     """
 
     config: Config
@@ -46,6 +47,7 @@ class World:
     frozen: ModuleStore = field(default_factory=ModuleStore)
     family: Mapping[str, Architecture] = field(default_factory=dict)
     sizes: Sizes = no_sizes
+    initial_layers: Parameters = field(default_factory=dict)
 
     @cached_property
     def clients(self) -> ClientSampler:
@@ -106,11 +108,6 @@ class World:
         """Whether clients send their own layers in every round, for those that have none."""
         return self.config.norm.averages_for_newcomers and bool(self.chain.local())
 
-    @cached_property
-    def initial_layers(self) -> Parameters:
-        """The clients' own layers before any training. First asked for by then: tasks load others into the chain."""
-        return self._copies(self.chain.local())
-
     def starting_layers(self) -> Parameters:
         """Return the layers that clients begin the run with, where the server sends them."""
         return self.initial_layers if self.gathers_layers else {}
@@ -135,11 +132,8 @@ class World:
 
     def initial_model(self) -> Parameters:
         """Return the shared parameters that the run starts from."""
-        return self._copies(self.chain.shared())
-
-    def _copies(self, names: Iterable[str]) -> Parameters:
         tensors = self.chain.tensors
-        return {name: tensors[name].detach().clone() for name in names}
+        return {name: tensors[name].detach().clone() for name in self.chain.shared()}
 
 
 def named(parameters: Parameters, names: Iterable[str]) -> dict[str, Tensor]:

@@ -125,7 +125,8 @@ def _world(config: Config, dataset: Dataset, side: "ClientSide") -> tuple[World,
         name: Architecture(chain, cost if chain is own.chain else _cost(config, chain, dataset))
         for name, chain in side.family.items()
     }
-    return World(config, own.chain, cost, modules, side.population, own.modules, family), budget
+    world = World(config, own.chain, cost, modules, side.population, own.modules, family, initial_layers=own.initial)
+    return world, budget
 
 
 class ClientSide(NamedTuple):
