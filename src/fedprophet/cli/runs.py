@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from fedprophet.cli.options import AsJson, print_json
+from fedprophet.display.numbers import counted
 from fedprophet.errors import ConfigError
 from fedprophet.progress import progress_bar
 from fedprophet.runs.files import resume_hint
@@ -60,7 +61,7 @@ def pack_command(
         return
     state = "finished" if packed.finished else "to be resumed"
     typer.echo(f"{run}, round {packed.round}, {state}: {format_size(packed.unpacked_bytes)}")
-    typer.echo(f"in {folder}: {len(packed.parts)} files, {format_size(packed.bytes)}")
+    typer.echo(f"in {folder}: {counted(len(packed.parts), 'file')}, {format_size(packed.bytes)}")
     if packed.left_out:
         typer.echo(f"left out: {', '.join(packed.left_out)}")
     typer.echo(f"On the other machine: fedprophet runs unpack {shlex.quote(folder.name)}")
