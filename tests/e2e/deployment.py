@@ -40,6 +40,7 @@ SETTINGS = {
     "evaluate.steps": 1,
     "evaluate.test_samples": 20,
     "measure.steps": 1,
+    "norm.layers": "local",  # devices keep something
 }
 SMALL, LARGE = 0, 1
 """The clients: one has memory for the module in training and no more, the other for both."""

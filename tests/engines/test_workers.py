@@ -54,6 +54,7 @@ METHODS = {
     "fedrbn": {"method": "fedrbn", "rounds": 2, "population.cohort": 3, "memory.budget": "100%"},
     "refreshed after each stage": {
         **REFRESH,
+        "rounds": 2,
         "norm.layers": "frozen",
         "norm.refresh_after": "stage",
         "norm.refresh_layers": "in-turn",

@@ -1,3 +1,4 @@
+import signal
 import threading
 
 import pytest
@@ -46,14 +47,52 @@ def test_an_error_is_raised_once_by_the_next_wait():
         beside.close()
 
 
-def test_a_ctrl_c_while_waiting_does_not_lose_the_work(monkeypatch):
+def test_a_ctrl_c_while_waiting_does_not_lose_the_work():
     beside, go_on, done = Beside("test"), threading.Event(), []
-    beside.begin(after(go_on, done, 1))
-    with monkeypatch.context() as patch:
-        patch.setattr("fedprophet.storage.beside.wait", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            beside.wait()
+
+    def work():
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        after(go_on, done, 1)()
+
+    def interrupted():
+        beside.begin(work)
+        beside.wait()
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert done == []
     go_on.set()
     beside.wait()
     assert done == [1]
     beside.close()
+
+
+class Interrupted:
+    """A queue whose first `put` a Ctrl-C comes before, or right after."""
+
+    def __init__(self, queue, late):
+        self.queue, self.late, self.first = queue, late, True
+
+    def put(self, piece):
+        first, self.first = self.first, False
+        if not first or self.late:
+            self.queue.put(piece)
+        if first:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_ctrl_c_while_work_begins_leaves_it_to_be_done_once_and_alone(late):
+    beside, running, done = Beside("test"), threading.Lock(), []
+
+    def work(what):
+        assert running.acquire(blocking=False), "two pieces at a time"
+        done.append(what)
+        running.release()
+
+    beside._pieces = Interrupted(beside._pieces, late)
+    with pytest.raises(KeyboardInterrupt):
+        beside.begin(lambda: work(1))
+    beside.begin(lambda: work(2))
+    beside.close()
+    assert done == [1, 2]

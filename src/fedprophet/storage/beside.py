@@ -1,31 +1,66 @@
 """Work that goes on beside the caller's own, one piece at a time."""
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from threading import Event, Thread
+
+
+@dataclass
+class _Piece:
+    """Work that is done once, however often it is asked for."""
+
+    work: Callable[[], None]
+    done: Event = field(default_factory=Event)
+    error: BaseException | None = None
+
+    def __call__(self) -> None:
+        if not self.done.is_set():
+            try:
+                self.work()
+            except BaseException as error:
+                self.error = error
+            finally:
+                self.done.set()
 
 
 class Beside:
-    """A thread for work such as writing files. What goes wrong there is raised by the next `wait`."""
+    """A thread for work such as writing files. What goes wrong there is raised by the next `wait`.
+
+    A Ctrl-C may come at any moment, also inside `begin`: no two pieces ever run at a time, and none is lost. (An
+    executor of concurrent.futures that is interrupted while it starts its thread starts a second one.)
+    """
 
     def __init__(self, name: str) -> None:
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix=name)
-        self._work: Future[None] | None = None
+        self._pieces: SimpleQueue[_Piece | None] = SimpleQueue()
+        self._last: _Piece | None = None
+        Thread(target=_work_off, args=(self._pieces,), name=name, daemon=True).start()
 
     def begin(self, work: Callable[[], None]) -> None:
         """Begin a piece of work, after the last one."""
         self.wait()
-        self._work = self._threads.submit(work)
+        self._last = _Piece(work)
+        self._pieces.put(self._last)
 
     def wait(self) -> None:
         """Wait until the last piece of work is done. A Ctrl-C meanwhile ends the waiting alone."""
-        if self._work is not None:
-            wait([self._work])
-            work, self._work = self._work, None
-            work.result()
+        piece = self._last
+        if piece is None:
+            return
+        self._pieces.put(piece)  # a Ctrl-C may have come before `begin` did that
+        piece.done.wait()
+        self._last = None
+        if piece.error is not None:
+            raise piece.error
 
     def close(self) -> None:
         """Wait for the last piece of work, and end the thread."""
         try:
             self.wait()
         finally:
-            self._threads.shutdown(wait=False)
+            self._pieces.put(None)
+
+
+def _work_off(pieces: "SimpleQueue[_Piece | None]") -> None:
+    while (piece := pieces.get()) is not None:
+        piece()
