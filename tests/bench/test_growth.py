@@ -72,7 +72,7 @@ def test_a_client_that_trained_keeps_its_layers_on_disk(settings, tmp_path):
     timeline = session.method.timeline(state)
     reports = [Report(round=1, client=client, seed=0, timeline=timeline, wants_local=True) for client in cohort]
     layers = [answer.local for answer in session.engine.map(reports)]
-    assert all(set(own) == set(session.initial_local) for own in layers)
+    assert all(set(own) == set(session.world.initial_layers) for own in layers)
 
 
 def test_layers_beyond_the_limit_leave_the_memory(settings, tmp_path, monkeypatch):

@@ -233,7 +233,7 @@ def test_exported_norm_layers_are_the_weighted_mean_over_those_who_trained(run):
     session, state = opened.session, opened.state
     timeline = session.method.timeline(state)
     name = next(name for name in session.world.chain.local() if name.endswith("running_var"))
-    total, weight = torch.zeros(session.initial_local[name].shape, dtype=torch.float64), 0
+    total, weight = torch.zeros(session.world.initial_layers[name].shape, dtype=torch.float64), 0
     for client in range(6):
         own = session.layers.get("backbone", client, timeline, state.round + 1)
         if own is not None and name in own:

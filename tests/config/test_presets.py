@@ -245,7 +245,7 @@ def test_two_rounds_of_every_small_preset_and_of_every_method(preset, method, ma
     assert [sorted(record["times"]) for record in records] == cohorts
     assert all(time["computation_s"] > 0 for record in records for time in record["times"].values())
     assert all(0 <= records[1][name] <= 1 for name in ("clean", "adversarial"))
-    trained = [session.method.exported(state, session.initial_local) for state in (states[0], states[-1])]
+    trained = [session.method.exported(state, session.world.initial_layers) for state in (states[0], states[-1])]
     assert all(bool(torch.isfinite(tensor.float()).all()) for tensor in trained[1].values())
     assert any(not torch.equal(before, trained[1][name]) for name, before in trained[0].items())
 

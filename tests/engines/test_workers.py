@@ -319,7 +319,7 @@ def test_reports_are_answered_by_this_process(opened):
     session.close()
     report = Report(round=1, client=trained.client, seed=0, wants_local=True)
     (answer,) = session.engine.map([report])
-    assert answer.local.keys() & session.initial_local.keys()
+    assert answer.local.keys() & session.world.initial_layers.keys()
     assert session.engine.processes == ()
 
 

@@ -237,7 +237,9 @@ def test_the_two_sets_make_different_accuracies(played):
     session, state = played.session, played.states[3]
     tasks = [session.method.evaluation_task(state, client, ATTACK) for client in range(6)]
     before = list(session.engine.map(tasks))
-    nonsense = {ADVERSARIAL + name: torch.full_like(session.initial_local[name], 1e6) for name in statistics(played)}
+    nonsense = {
+        ADVERSARIAL + name: torch.full_like(session.world.initial_layers[name], 1e6) for name in statistics(played)
+    }
     adopt = [Adopt(round=4, client=t.client, seed=0, timeline=t.timeline, parameters=nonsense) for t in tasks]
     list(session.engine.map(adopt))
     after = list(session.engine.map([replace(task, round=4) for task in tasks]))

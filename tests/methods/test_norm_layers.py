@@ -274,7 +274,7 @@ def test_what_a_newcomer_is_evaluated_with(choice, tiny, fleet, play_in_memory):
     settings |= {"train.iterations": 4, "rounds": 3}
     played = play_in_memory(tiny(settings), rounds=1)
     session, state = played.session, played.states[1]
-    own = state.starting if choice == "average" else session.initial_local
+    own = state.starting if choice == "average" else session.world.initial_layers
     assert set(own) == set(session.world.chain.local())
     chain = session.world.chain
     for answer in played.of(1, "evaluate")[1]:

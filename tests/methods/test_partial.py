@@ -180,7 +180,7 @@ def test_norm_layers_change_where_they_were_trained_and_nowhere_else(played):
     for number in (1, 2, 3):
         tasks = {task.client: task for task in played.of(number, "train")[0]}
         for client, own in played.layers[number - 1].items():
-            old = {**played.session.initial_local, **before[client]}
+            old = {**played.session.world.initial_layers, **before[client]}
             if client not in tasks:
                 assert all(torch.equal(own[name], before[client][name]) for name in own)
                 continue

@@ -352,7 +352,9 @@ def test_clients_that_cannot_be_reached_for_their_layers_are_left_out(tiny, play
     session, state = played.session, played.states[-1]
     refreshed, _ = play_round(session.method.round(state), Away(session.engine, "report"))
     for name, value in refreshed.norm_layers.items():
-        assert torch.equal(value, session.initial_local[name]) == (name not in statistics_names(session.world.chain))
+        assert torch.equal(value, session.world.initial_layers[name]) == (
+            name not in statistics_names(session.world.chain)
+        )
 
 
 def test_a_client_without_samples_does_not_count_and_is_no_trouble(honest, tiny, play_in_memory, poisoned):

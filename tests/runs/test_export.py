@@ -55,7 +55,7 @@ def test_norm_layers_of_the_exported_model_follow_the_rule_too(tiny, play_in_mem
         played = play_in_memory(tiny({"method": "jfat", "population.cohort": 6, "aggregate.rule": rule}), rounds=1)
         session, state = played.session, played.states[-1]
         engine = Tampered(session.engine, 2, lambda local: {name: 1000 * value for name, value in local.items()})
-        name = next(name for name in session.initial_local if name.endswith("running_var"))
+        name = next(name for name in session.world.initial_layers if name.endswith("running_var"))
         honest = torch.stack([own[name] for client, own in played.layers[-1].items() if client != 2])
         found[rule] = average_local(session, state, engine)[name], honest.amax(dim=0)
     value, largest = found["median"]

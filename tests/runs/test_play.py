@@ -602,7 +602,8 @@ def test_clients_are_evaluated_with_the_statistics_they_renewed(refreshed):
         own = session.layers.get("backbone", client, session.method.timeline(state), 4)
         before = session.layers.get("backbone", client, session.method.timeline(state), 3) or {}
         assert all(
-            name in own and not torch.equal(own[name], before.get(name, session.initial_local[name])) for name in names
+            name in own and not torch.equal(own[name], before.get(name, session.world.initial_layers[name]))
+            for name in names
         )
 
 

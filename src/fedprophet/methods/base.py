@@ -1,7 +1,7 @@
 """What a method is: a state, and a round that asks clients and returns the next state."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypedDict, TypeVar
 
@@ -14,11 +14,13 @@ from fedprophet.messages.values import FrozenModule, Resources, Timeline
 from fedprophet.methods.refresh import refresh_round
 from fedprophet.methods.world import World, named
 from fedprophet.server.accuracy import Accuracy, note_accuracy
-from fedprophet.server.aggregate import Usable
+from fedprophet.server.aggregate import Usable, layers_fault
 from fedprophet.server.convergence import Best
 from fedprophet.server.coordinator import Conversation, Record, ask
+from fedprophet.server.rejections import reject
 from fedprophet.server.resources import available_resources
 from fedprophet.server.rules.registry import Parameters
+from fedprophet.server.weights import believed
 from fedprophet.threat import ThreatModel
 
 SHARED_LAYERS = "joined in every round like all parameters"
@@ -198,6 +200,26 @@ class Method(ABC, Generic[S]):
             return state.starting
         own = [(update.weight, named(update.local, self.expected_layers(task))) for task, update in usable]
         return self.world.aggregator.pooled(state.starting, own)
+
+    def layer_reports(self, state: S) -> list[Report]:
+        """Return what asks every client that has trained for its own layers."""
+        clients = self.world.clients.trained(state.round)
+        return [Report(**self.task_fields(state, client), wants_local=True) for client in clients]
+
+    def joined_layers(self, answers: Iterable[Reported], record: Record) -> Parameters:
+        """Return one set of own layers, joined from those of the clients; note whose cannot be used."""
+        initial, aggregator = self.world.initial_layers, self.world.aggregator
+        known = self.exported_layers(initial)
+
+        def sound(answer: Reported) -> bool:
+            reason = layers_fault(known, answer.weight, answer.local)
+            if reason:
+                reject(record, {answer.client: reason})
+            return reason is None
+
+        # One after the other: all of them may not fit into memory.
+        believable = believed(filter(sound, answers), aggregator.sizes, record)
+        return aggregator.join(initial, ((answer.weight, answer.local) for answer in believable))
 
     def evaluation_due(self, stage_round: int, failures: int) -> bool:
         """Whether a round is evaluated: every few rounds, and always the last, so that a stage never lacks a best."""

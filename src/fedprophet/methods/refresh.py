@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from fedprophet.cascade.norms import norm_modules, norm_names, statistics_names
 from fedprophet.messages.answers import Refreshed, Reported
-from fedprophet.messages.tasks import Refresh, Report
+from fedprophet.messages.tasks import Refresh
 from fedprophet.methods.world import World, named
 from fedprophet.server.aggregate import layers_fault
 from fedprophet.server.coordinator import Conversation, Record, ask
@@ -95,16 +95,9 @@ def _sound(
 
 
 def _averaged_layers(method: "Method[S]", state: S, record: Record) -> Conversation[Parameters]:
-    """Return one set of the layers that live with the clients: those of the clients that have trained, joined."""
-    world, initial = method.world, method.world.initial_layers
-    known = method.exported_layers(initial)
-    if not initial.keys() - state.model.keys():
+    """Return one set of the layers that live with the clients, where the server has none of its own."""
+    if not method.world.initial_layers.keys() - state.model.keys():
         return {}
     # As of the round before: this one may be a repetition, in which clients have renewed theirs already.
-    trained = replace(state, round=state.round - 1)
-    clients = world.clients.trained(trained.round)
-    asked = [Report(**method.task_fields(trained, client), wants_local=True) for client in clients]
-    answers = yield from ask(asked, Reported)
-    sound = sound_answers(answers, lambda answer: layers_fault(known, answer.weight, answer.local), record)
-    sent = [(answer.weight, answer.local) for answer in world.aggregator.believed(sound, record)]
-    return world.aggregator.join(initial, sent)
+    reports = method.layer_reports(replace(state, round=state.round - 1))
+    return method.joined_layers((yield from ask(reports, Reported)), record)

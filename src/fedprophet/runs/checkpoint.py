@@ -86,21 +86,14 @@ class Checkpoints:
         """Whether there is a checkpoint at all, usable or not."""
         return bool(self._folders())
 
-    def save(
-        self,
-        state: object,
-        round: int,
-        known: FolderContents | None = None,
-        proven: int | None = None,
-        best: int | None = None,
-    ) -> None:
+    def save(self, state: object, round: int, known: FolderContents | None = None, **kept: int | None) -> None:
         """Write the state after a round, and what is known of the rest of the run's folder.
 
         Older checkpoints are removed only once this one is on the disk. The newest one up to the round `proven`, from
         which training has certainly gone on, always stays, and so does that of the round `best`, where there is one:
         its model is the best model of later ones, with which it shares its files.
         """
-        self.prepare(state, round, known, proven, best)()
+        self.prepare(state, round, known, **kept)()
 
     def prepare(
         self,

@@ -7,16 +7,12 @@ from pathlib import Path
 from torch import Tensor
 
 from fedprophet.messages.answers import Reported
-from fedprophet.messages.tasks import Report
 from fedprophet.methods.base import MethodState
 from fedprophet.runs.asking import in_order
 from fedprophet.runs.files import model_fits, other_model
 from fedprophet.runs.run import Run
 from fedprophet.runs.session import Session
-from fedprophet.server.aggregate import layers_fault
 from fedprophet.server.coordinator import Engine, Record
-from fedprophet.server.rejections import reject
-from fedprophet.server.weights import believed
 from fedprophet.storage.files import file_hash, tensors_to_bytes, write_atomic
 from fedprophet.version import __version__
 
@@ -36,24 +32,10 @@ def average_local(
     session: Session, state: MethodState, engine: Engine, record: Record | None = None
 ) -> Mapping[str, Tensor]:
     """Return one set of norm layers: those of the clients that have trained some, joined by the run's rule."""
-    if not session.initial_local:
+    if not session.world.initial_layers:
         return {}
-    notes: Record = {} if record is None else record
-    timeline, aggregator = session.method.timeline(state), session.world.aggregator
-    tasks = [
-        Report(round=state.round, client=client, seed=session.config.seed, timeline=timeline, wants_local=True)
-        for client in session.world.clients.trained(state.round)
-    ]
-    known = session.method.exported_layers(session.initial_local)
-
-    def sound(answer: Reported) -> bool:
-        reason = layers_fault(known, answer.weight, answer.local)
-        if reason:
-            reject(notes, {answer.client: reason})
-        return reason is None
-
-    answers = believed(filter(sound, in_order(tasks, engine, Reported)), aggregator.sizes, notes)
-    return aggregator.join(session.initial_local, ((answer.weight, answer.local) for answer in answers))
+    answers = in_order(session.method.layer_reports(state), engine, Reported)
+    return session.method.joined_layers(answers, {} if record is None else record)
 
 
 def write_model(run: Run, path: Path) -> None:

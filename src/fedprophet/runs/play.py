@@ -53,7 +53,7 @@ def _check_inputs(run: Run) -> Mapping[str, str]:
     file, session = run.files.inputs, run.session
     ours = {
         "dataset": session.dataset.digest(),
-        "model": digest({**session.world.initial_model(), **session.initial_local}),
+        "model": digest({**session.world.initial_model(), **session.world.initial_layers}),
     }
     if not file.exists():
         write_json(file, ours)
@@ -96,9 +96,8 @@ def _play_rounds(run: Run, keeper: "_Keeper", observer: Observer) -> MethodState
             began = time.monotonic()
             played, record = play_round(method.round(state), engine)
             seconds = time.monotonic() - began
-            keeper.note(
-                record, seconds, engine_in_use(run.session, path)
-            )  # real devices are known once a task went out
+            use = engine_in_use(run.session, path)  # real devices are known once a task went out
+            keeper.note(record, seconds, use)
             state = played  # only now: a Ctrl-C before must not save a state whose journal line is missing
             observer.round_done(record, seconds)
             if state.failures >= FAILURES_ALLOWED and not state.refreshed:

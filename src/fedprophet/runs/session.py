@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 from fedprophet import data, models
 from fedprophet.cascade.atoms import Chain, chain_of
@@ -61,7 +61,6 @@ class Session:
     """Which engine the configuration means on this machine."""
     layers: ClientStore
     features: FeatureCache
-    initial_local: Mapping[str, Tensor]
     normalize: Normalize
     budget: int
     notes: tuple[str, ...]
@@ -107,7 +106,6 @@ def assemble(
             engine_name=chosen_engine(resolved),
             layers=layers,
             features=features,
-            initial_local=side.workspaces[BACKBONE].initial,
             normalize=side.normalize,
             budget=budget,
             notes=side.notes,
