@@ -10,11 +10,16 @@ import pytest
 os.environ["OMP_NUM_THREADS"] = "1"
 
 SECONDS = 3.0
-"""Of processor time: what a clock on the wall shows depends on what else the machine has to do."""
+"""What a test may take, of processor time: a clock on the wall shows what else the machine has to do as well."""
+MARGIN = 3.0
+"""Processor time depends on the machine too, and on who shares its caches: up to this many times the limit is said,
+and only more than that fails. A check that fails on a slower machine says nothing about the change."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    text = f"fail tests not marked slow that take over {SECONDS:g} s of processor time"
+    text = (
+        f"warn of tests not marked slow that take over {SECONDS:g} s of processor time, fail over {MARGIN:g} times that"
+    )
     parser.addoption("--budget", action="store_true", help=text)
 
 
@@ -29,9 +34,12 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     before = processor_seconds()
     yield
     took = processor_seconds() - before
-    if took > SECONDS and item.config.getoption("--budget") and not item.get_closest_marker("slow"):
-        text = f"it took {took:.1f} s of processor time: make it quicker than {SECONDS:g} s, or mark it slow"
+    if took <= SECONDS or not item.config.getoption("--budget") or item.get_closest_marker("slow"):
+        return
+    text = f"it took {took:.1f} s of processor time: make it quicker than {SECONDS:g} s, or mark it slow"
+    if took > MARGIN * SECONDS:
         pytest.fail(text, pytrace=False)
+    item.warn(pytest.PytestWarning(text))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
