@@ -47,6 +47,15 @@ def test_an_error_is_raised_once_by_the_next_wait():
         beside.close()
 
 
+@pytest.fixture
+def ctrl_c():
+    """A process that was started in the background ignores Ctrl-C: let this one be interrupted."""
+    found = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, found)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_a_ctrl_c_while_waiting_does_not_lose_the_work():
     beside, go_on, done = Beside("test"), threading.Event(), []
 
