@@ -22,6 +22,8 @@ class RunFiles:
         """One JSON line for each round; the same configuration gives the same bytes."""
         self.timings = path / "timings.jsonl"
         """Wall-clock seconds of each round, and the engine that it ran on."""
+        self.tracking = path / "tracking.json"
+        """The ids under which trackers go on with their logs of the run; without `--log` there is none."""
         self.checkpoints = path / "checkpoints"
         """The newest states of the server."""
         self.flower = path / IDENTITY

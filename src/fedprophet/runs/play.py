@@ -45,7 +45,9 @@ def play(run: Run, observer: Observer | None = None) -> Mapping[str, Any]:
         if not is_finished(run.files) or _model_is_another(run.files, observer):
             observer.finishing()
             _finish(replace(run, state=state), observer)
-    return read_results(path)
+    results = read_results(path)
+    observer.finished(results)
+    return results
 
 
 def _check_inputs(run: Run) -> Mapping[str, str]:
