@@ -31,7 +31,7 @@ def expect_whole(store, records, **where):
     """Every round once, with the journal's numbers."""
     found, points = only_run(store, **where)
     for name, key in {"personalised/clean": "clean", "personalised/pgd": "adversarial"}.items():
-        expected = [(round, record[key]) for round, record in records.items() if key in record]
+        expected = [(number, record[key]) for number, record in records.items() if key in record]
         assert points[f"accuracy/{name}"] == expected
     for name in ("time/seconds", "training/module", "clients/dropped_updates"):
         assert [step for step, _ in points[name]] == [1, 2, 3, 4]

@@ -110,7 +110,7 @@ def test_a_stopped_run_closes_its_trackers(small):
 
 
 def test_unknown_names_are_refused_before_anything_is_written(small, tmp_path):
-    with pytest.raises(fedprophet.FedProphetError, match="unknown tracker 'tensorbord'. Did you mean 'tensorboard'?"):
+    with pytest.raises(fedprophet.FedProphetError, match=r"'tensorbord'\. Did you mean 'tensorboard'\?"):
         fedprophet.train(small, out="run", log=["tensorbord"])
     assert not (tmp_path / "run").exists()
 

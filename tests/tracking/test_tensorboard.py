@@ -13,7 +13,7 @@ def curves(path):
 
 
 def rounds_of(records, key):
-    return [(round, pytest.approx(record[key])) for round, record in records.items() if record.get(key) is not None]
+    return [(number, pytest.approx(record[key])) for number, record in records.items() if record.get(key) is not None]
 
 
 def expect_whole(path, records):

@@ -10,7 +10,7 @@ import fedprophet
 
 
 class FakeRun:
-    url = "https://wandb.example/run"
+    url, offline, dir = "https://wandb.example/run", False, "run/wandb/offline-run-1/files"
 
     def __init__(self, **given):
         self.given, self.logged, self.summary, self.exit_code = given, [], {}, None
@@ -61,6 +61,12 @@ def test_a_resumed_run_goes_on_under_its_id(runs, logged):
     assert [step for step, _ in second.logged] == [3, 4], "wandb itself drops a step that it has"
     assert first.given["id"] == second.given["id"]
     assert second.given["resume"] == "allow"
+
+
+def test_offline(runs, logged, monkeypatch, capsys):
+    monkeypatch.setattr(FakeRun, "offline", True)
+    logged("wandb", killed_after=1, resumed=False)
+    assert "WeightsAndBiases: offline; send it with: wandb sync run/wandb/offline-run-1\n" in capsys.readouterr().out
 
 
 def test_its_own_environment_is_heeded(runs, logged, monkeypatch, tmp_path):

@@ -1,7 +1,9 @@
 """Weights & Biases: a run where the environment of `wandb` says (WANDB_MODE=offline: in the run's folder)."""
 
 import os
+import shlex
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -19,7 +21,7 @@ class WeightsAndBiases(Tracker):
 
         self._wandb: Any = wandb
 
-    def start(self, run: TrackedRun) -> str | None:
+    def start(self, run: TrackedRun) -> str:
         known = run.recall(NAME).get("run_id") or uuid4().hex[:8]
         run.remember(NAME, run_id=known)
         self._run = self._wandb.init(
@@ -32,7 +34,9 @@ class WeightsAndBiases(Tracker):
             # What a terminal shows is redrawn many times a second, and nobody asked to send it.
             settings=self._wandb.Settings(console="off", silent=True),
         )
-        return str(self._run.url) if self._run.url else None
+        if self._run.offline:
+            return f"offline; send it with: wandb sync {shlex.quote(str(Path(self._run.dir).parent))}"
+        return str(self._run.url)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
