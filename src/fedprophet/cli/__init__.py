@@ -21,6 +21,7 @@ from fedprophet.cli.partition import partition_command
 from fedprophet.cli.runs import runs_app
 from fedprophet.cli.stopping import stopped_once
 from fedprophet.cli.train import train_command
+from fedprophet.cli.watch import watch_command
 from fedprophet.config.choices import engines, methods
 from fedprophet.data import DATASETS
 from fedprophet.errors import FedProphetError, memory_for
@@ -37,6 +38,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("train")(train_command)
+app.command("watch")(watch_command)
 app.command("evaluate")(evaluate_command)
 app.command("export")(export_command)
 app.command("compare")(compare_command)

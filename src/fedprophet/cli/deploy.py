@@ -19,10 +19,10 @@ from fedprophet.config.load import load_config
 from fedprophet.deploy import DeployError, environment, require_flower
 from fedprophet.deploy.probe import machine_resources
 from fedprophet.display.numbers import counted
-from fedprophet.display.summary import show_results
+from fedprophet.display.summary import show_finished
 from fedprophet.display.tables import Column, Page, Table, show
 from fedprophet.errors import ConfigError
-from fedprophet.runs.files import RunFiles, read_results
+from fedprophet.runs.files import RunFiles
 from fedprophet.sizes import format_count, format_size
 from fedprophet.tracking import open_trackers
 
@@ -298,8 +298,7 @@ def _follow(pilot: "Pilot", run_id: int, out: Path) -> None:
 
 def _conclude(run: "RunState", out: Path, pilot: "Pilot") -> None:
     if run.status == "finished:completed" and RunFiles(out).results.exists():
-        # The devices are real: there is no simulated time.
-        show_results({**read_results(out), "simulated": None}, out, Console())
+        show_finished(out, Console())
         return
     command = f"fedprophet deploy run {shlex.quote(str(pilot.path))}"
     text = f"Start it again: {command}"

@@ -36,6 +36,7 @@ def note_setup(run: Run) -> None:
                 "test": len(dataset.test),
             },
             **module_rows(session),
+            "refreshes": session.world.refreshes,
             "machines": earlier
             if earlier and {**earlier[-1], "round": 0} == {**begins, "round": 0}
             else [*earlier, begins],
