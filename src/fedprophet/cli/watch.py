@@ -23,6 +23,8 @@ from fedprophet.runs.watched import Look, WatchedRun
 
 SECONDS = 1.0
 """How long it waits between two looks."""
+DRAWN_AGAIN = 5
+"""After so many looks a picture is drawn again although nothing is new: it says since when."""
 
 
 def watch_command(
@@ -99,10 +101,12 @@ def _show_once(watched: WatchedRun, console: Console, as_json: bool) -> None:
 
 def _draw(watched: WatchedRun, console: Console) -> None:
     """Draw a picture again and again; of a run that was stopped, too, for it may be resumed."""
-    path = watched.files.path
+    path, drawn = watched.files.path, None
     with Live(console=console, auto_refresh=False) as live:
-        for look in _looks(watched):
-            live.update(Picture(look, path), refresh=True)
+        for number, look in enumerate(_looks(watched)):
+            if drawn != (look.round, look.state) or number % DRAWN_AGAIN == 0:
+                live.update(Picture(look, path), refresh=True)
+            drawn = look.round, look.state
     show_finished(path, console)
 
 

@@ -19,7 +19,7 @@ from fedprophet.display.summary import MEASURED_ON
 from fedprophet.methods import METHODS
 from fedprophet.report.compare import each_once
 from fedprophet.report.facts import Fact, machine_facts, run_facts
-from fedprophet.report.runs import KINDS, Amount, Count, ReadFolder, Share, Wire, of_record, read_folder
+from fedprophet.report.runs import KINDS, Amount, Count, Memory, ReadFolder, Share, Wire, of_record, read_folder
 from fedprophet.runs.files import RunFiles, resume_hint
 from fedprophet.runs.summary import faulty_clients, moved_bytes, simulated_seconds
 from fedprophet.server.coordinator import Record
@@ -157,10 +157,9 @@ class Reason:
 
 @dataclass(frozen=True)
 class Faults:
-    """Answers of clients that were missing or dropped, and how many were asked for in training."""
+    """Answers of clients that were missing or dropped; `other` reasons are not listed."""
 
     times: int
-    asked: int
     reasons: tuple[Reason, ...]
     other: int
 
@@ -177,6 +176,7 @@ class RunDocument:
     rounds: int
     deployed: bool
     attack: str
+    memory: Memory | None
     facts: tuple[Fact, ...]
     hardware: tuple[Fact, ...]
     accuracies: tuple[Accuracy, ...]
@@ -215,7 +215,7 @@ def report_of(paths: Sequence[Path]) -> Report:
 
 
 def _labels(folders: Sequence[ReadFolder]) -> list[str]:
-    """Name each run by its method and, among several of a method, by its seed, else by its folder."""
+    """Name each run by its method and, where several are of one method, by what tells those apart: seed or folder."""
     ways: list[Callable[[ReadFolder], str]] = [
         lambda folder: METHODS[folder.summary.config.method].paper,
         lambda folder: f"{ways[0](folder)}, seed {folder.summary.config.seed}",
@@ -224,9 +224,9 @@ def _labels(folders: Sequence[ReadFolder]) -> list[str]:
     ]
     found = []
     for folder in folders:
-        others = [other for other in folders if other is not folder]
-        unique = (way for way in ways if way(folder) not in map(way, others))
-        found.append(next(unique, ways[-1])(folder))
+        alike = [other for other in folders if other.summary.config.method == folder.summary.config.method]
+        telling = (way for way in ways if len(set(map(way, alike))) == len(alike))
+        found.append(next(telling, ways[-1])(folder))
     return found
 
 
@@ -275,6 +275,7 @@ def _run(folder: ReadFolder, label: str) -> RunDocument:
         rounds=summary.rounds,
         deployed=summary.deployed,
         attack=attack_label(f"pgd{config.evaluate.steps}"),
+        memory=summary.memory,
         facts=tuple(run_facts(folder)),
         hardware=tuple(machine_facts(folder)),
         accuracies=tuple(_accuracies(folder)),
@@ -338,7 +339,7 @@ def _stages(rounds: Sequence[_Round], records: Sequence[Record], timed: bool) ->
         played = list(group)
         found = [each for each, _ in played]
         fixed, last = found[-1].fixed, found[-1]
-        spent = simulated_seconds(record for _, record in played)
+        spent = simulated_seconds(record for _, record in played) if timed else {}
         # What the kept round was trained with: alpha may have been changed after it.
         kept = next((each for each in found if fixed and each.round == fixed.round), last)
         yield Stage(
@@ -351,8 +352,8 @@ def _stages(rounds: Sequence[_Round], records: Sequence[Record], timed: bool) ->
             best=fixed.round if fixed else None,
             clean=fixed.clean if fixed else None,
             adversarial=fixed.adversarial if fixed else None,
-            computation=spent["computation_s"] if timed else None,
-            access=spent["access_s"] if timed else None,
+            computation=spent.get("computation_s"),
+            access=spent.get("access_s"),
         )
 
 
@@ -435,7 +436,6 @@ def _faults(records: Sequence[Record]) -> Faults:
     listed.sort(key=lambda reason: (-reason.times, reason.first, reason.text))
     return Faults(
         times=sum(len(faulty_clients(record)) for record in records),
-        asked=sum(len(record.get("times", {})) for record in records),
         reasons=tuple(listed[:MOST_REASONS]),
         other=len(listed[MOST_REASONS:]),
     )

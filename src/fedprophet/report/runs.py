@@ -30,6 +30,7 @@ RESTORE = "Restore the file, or leave this run out"
 Share = Annotated[float, Field(ge=0, le=1)]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 T = TypeVar("T")
 
 
@@ -39,7 +40,7 @@ class MeasuredAccuracy:
 
     accuracy: Share
     samples: Count
-    interval: tuple[float, float] | None = None
+    interval: tuple[Finite, Finite] | None = None
     precision: str | None = None
 
 

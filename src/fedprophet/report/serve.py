@@ -10,7 +10,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from fedprophet.errors import ConfigError, FedProphetError
 from fedprophet.report.document import Report, report_of
@@ -158,8 +158,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.NOT_FOUND, b"there is only / and /document.json\n")
 
     def _names(self) -> set[str]:
-        host, port = self.server.server_address[:2]
-        names = {_bracketed(str(host)), "localhost"}
+        host, port = cast(tuple[str, int], self.server.server_address[:2])
+        names = {_bracketed(host), "localhost"}
         return {f"{name}:{port}" for name in names} | (names if port == 80 else set())
 
     def _page(self) -> bytes:

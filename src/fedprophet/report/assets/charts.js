@@ -1,15 +1,17 @@
 // What charts are made of: numbers for people, elements, scales, a tooltip, and the five kinds of chart.
 "use strict";
 
-// Numbers, as the command line writes them -------------------------------------------------------------------------
+// Numbers, as the command line writes them; a unit never stands on a line of its own ------------------------------------
 
-const percent = (share) => (share == null ? "–" : `${(100 * share).toFixed(1)} %`);
+const UNBROKEN = "\u00a0";
+
+const percent = (share) => (share == null ? "–" : `${(100 * share).toFixed(1)}${UNBROKEN}%`);
 
 function size(bytes) {
   for (const [unit, name] of [[1e9, "GB"], [1e6, "MB"], [1e3, "kB"]]) {
-    if (bytes >= unit) return `${(bytes / unit).toFixed(1)} ${name}`;
+    if (bytes >= unit) return `${(bytes / unit).toFixed(1)}${UNBROKEN}${name}`;
   }
-  return `${bytes} B`;
+  return `${bytes}${UNBROKEN}B`;
 }
 
 const TIME_UNITS = [[864000, 86400, "days"], [7200, 3600, "h"], [120, 60, "min"], [0, 1, "s"]];
@@ -17,7 +19,7 @@ const timeUnit = (seconds) => TIME_UNITS.find(([from]) => seconds >= from);
 
 function duration(seconds) {
   const [, unit, name] = timeUnit(seconds);
-  return seconds > 0 && seconds < 0.1 ? `${Number(seconds.toPrecision(2))} s` : `${(seconds / unit).toFixed(1)} ${name}`;
+  return seconds > 0 && seconds < 0.1 ? `${Number(seconds.toPrecision(2))}${UNBROKEN}s` : `${(seconds / unit).toFixed(1)}${UNBROKEN}${name}`;
 }
 
 const whole = (number) => number.toLocaleString("en-GB");
@@ -49,12 +51,14 @@ function scale([from, to], [start, end]) {
   return place;
 }
 
+// At most about so many round numbers, all multiples of `least` if that is given.
 function ticks(from, to, most, least = 0) {
   const rough = Math.max((to - from) / Math.max(most, 1), least, Number.MIN_VALUE);
   const power = 10 ** Math.floor(Math.log10(rough));
-  const step = Math.max(least, [1, 2, 5, 10].map((n) => n * power).find((each) => each >= rough * 0.999));
+  const fits = (step) => step >= rough * 0.999 && (!least || Math.abs(step / least - Math.round(step / least)) < 1e-6);
+  const step = [1, 2, 2.5, 5, 10].map((n) => n * power).find(fits);
   const found = [];
-  for (let n = Math.ceil(from / step - 1e-9); n * step <= to + step * 1e-9; n += 1) found.push(n * step);
+  for (let n = Math.ceil(from / step - 1e-9); n * step <= to + step * 1e-9; n += 1) found.push(n * step + 0); // no "-0"
   return found;
 }
 
@@ -250,35 +254,39 @@ function walkLines(drawing, drawn, across, up, area, x, y, step) {
 // rows: {run, name, parts: {name, value, kind}[], note, tick: {value, name}}
 function rowChart({ key, width, label, rows, format, marks = [], rowHeight = 30 }) {
   const narrow = width < 560;
-  const names = Math.min(narrow ? width : 260, 16 + Math.max(...rows.map(({ name }) => textWidth(name, 600))));
+  const names = Math.min(narrow ? width : width / 3, 16 + Math.max(...rows.map(({ name }) => textWidth(name, 600))));
   const left = narrow ? 0 : names;
   const lead = narrow ? 18 : 0; // on a phone the name stands above its bar
   const notes = Math.max(...rows.map(({ note = "" }) => textWidth(note))) + 14;
-  const room = Math.max(60, width - left - Math.min(notes, 0.45 * width));
+  const room = Math.max(60, width - left - Math.min(notes, (narrow ? 0.62 : 0.45) * width));
   const most = Math.max(...rows.map(total), ...marks.map(({ value }) => value), 1e-9);
   const across = scale([0, most], [left, left + room]);
   const top = marks.length ? 20 : 4;
   const height = top + rows.length * (rowHeight + lead) + 2;
   const drawing = canvas(width, height, key, label);
+  const [bars, words] = [svg("g"), svg("g")];
+  drawing.append(bars, ...marks.map(({ value }) => line(across(value), 4, across(value), height, "budget")), words);
+  for (const { value, name } of marks) {
+    const after = across(value) + textWidth(name, 600) + 6 < width;
+    words.append(text(across(value) + (after ? 6 : -6), 12, name, { class: "bold halo", "text-anchor": after ? "start" : "end" }));
+  }
   rows.forEach(({ run, name, parts, note = "", tick }, number) => {
     const y = top + number * (rowHeight + lead) + lead;
     const group = svg("g", { class: `bar ${run ? run.colour : ""}` });
-    group.append(text(0, narrow ? y - 5 : y + rowHeight / 2 + 1, shortened(name, narrow ? width : names - 8, 600), { class: "bold" }));
+    words.append(text(0, narrow ? y - 5 : y + rowHeight / 2 + 1, shortened(name, narrow ? width : names - 8, 600), { class: "bold halo" }));
     let sum = 0;
     for (const { value, kind } of parts) {
       group.append(rect(across(sum), y, across(sum + value) - across(sum), rowHeight - 8, kind));
       sum += value;
     }
     if (tick) group.append(line(across(tick.value), y - 3, across(tick.value), y + rowHeight - 5, "budget"));
-    const end = across(Math.max(sum, tick ? tick.value : 0));
-    group.append(text(end + 8, y + rowHeight / 2 + 1, shortened(note, width - end - 8), { class: "halo ink" }));
-    drawing.append(group);
+    // The note stands behind the bar, and behind a line that it would cross.
+    const ends = [across(Math.max(sum, tick ? tick.value : 0)), ...marks.map(({ value }) => across(value))].sort((a, b) => a - b);
+    const clear = (end) => !ends.some((other) => other >= end && other < end + 12 + textWidth(note));
+    const end = ends.filter((each) => each >= across(sum)).find((each, n, all) => n === all.length - 1 || clear(each + 1));
+    words.append(text(end + 8, y + rowHeight / 2 + 1, shortened(note, width - end - 8), { class: "halo ink" }));
+    bars.append(group);
   });
-  for (const { value, name } of marks) {
-    const x = across(value);
-    const after = x + textWidth(name) + 6 < width;
-    drawing.append(line(x, 4, x, height, "budget"), text(after ? x + 6 : x - 6, 12, name, { class: "bold halo", "text-anchor": after ? "start" : "end" }));
-  }
   walkRows(drawing, rows, format, across, top, rowHeight + lead, lead);
   return drawing;
 }
@@ -302,12 +310,12 @@ function walkRows(drawing, rows, format, across, top, pitch, lead) {
 
 // Columns over rounds: stacked, one drawing for a run ------------------------------------------------------------------
 
-function columnChart({ key, width, label, run, bars, parts, last, most, format, tick, axis }) {
+function columnChart({ key, width, label, run, bars, parts, last, most, unit, format, tick, axis }) {
   const area = { left: 62, right: width - 14, top: 8, bottom: 92 };
   const across = scale([1, Math.max(last + 1, 2)], [area.left, area.right]);
   const up = scale([0, most || 1], [area.bottom, area.top]);
   const drawing = canvas(width, axis ? 126 : 98, key, label);
-  for (const each of ticks(0, most || 1, 3)) {
+  for (const each of ticks(0, (most || 1) / unit, 3).map((n) => n * unit)) {
     drawing.append(line(area.left, up(each), area.right, up(each), "grid"), text(area.left - 8, up(each) + 4, tick(each), { "text-anchor": "end" }));
   }
   const group = svg("g", { class: `columns ${run.colour}` });
@@ -357,7 +365,7 @@ function dotChart({ key, width, label, rows }) {
   const pitch = Math.max(26, 12 * Math.max(...rows.map(({ dots }) => dots.length)) + 10) + lead;
   const bottom = 6 + rows.length * pitch;
   const drawing = canvas(width, bottom + 24, key, label);
-  for (const tick of ticks(from, 1, narrow ? 4 : 8, 0.05)) {
+  for (const tick of ticks(from, 1, narrow ? 5 : 8, 0.05)) {
     drawing.append(line(across(tick), 2, across(tick), bottom, "grid"), text(across(tick), bottom + 16, `${Math.round(100 * tick)} %`, { "text-anchor": "middle" }));
   }
   const places = [];
@@ -390,12 +398,12 @@ function dotChart({ key, width, label, rows }) {
 
 function heatMap({ key, width, label, run, clients, rounds, modules }) {
   const left = 76;
-  const cell = Math.max(6, Math.min(30, (width - left) / clients.length));
-  const columns = Math.max(1, Math.floor((width - left) / cell)); // clients that do not fit go on below
+  const blocks = Math.ceil((7 * clients.length) / (width - left)); // clients that do not fit go on below
+  const columns = Math.ceil(clients.length / blocks);
+  const cell = Math.min(44, (width - left) / columns);
   const high = Math.min(22, Math.max(14, cell));
-  const blocks = Math.ceil(clients.length / columns);
-  const blockHeight = modules * high + 30;
-  const drawing = canvas(width, blocks * blockHeight + 12, key, label);
+  const blockHeight = modules * high + 32;
+  const drawing = canvas(width, blocks * blockHeight - 8, key, label);
   const most = Math.max(1, ...rounds.flat());
   const place = (client, module) => {
     const block = Math.floor(client / columns);

@@ -55,6 +55,9 @@ function table(heads, rows, attributes = {}) {
       n ? cell("td", each, n) : cell("th", each, n, { scope: "row" })))))));
 }
 
+// A table of several runs has a column that names them.
+const runHead = (runs) => (runs.length > 1 ? [["Run", { class: "text" }]] : []);
+const runCell = (runs, run) => (runs.length > 1 ? [asText(named(run))] : []);
 const asText = (content) => [content, { class: "text" }];
 
 // A chart, its caption, and the same numbers as a table.
@@ -83,7 +86,7 @@ const pgdOf = (run, kind) => run.accuracies.find((each) => each.kind === kind &&
 const missing = (runs, has, why) => {
   const without = runs.filter((run) => !has(run));
   if (!without.length) return null;
-  const names = runs.length > 1 ? `${without.map((run) => run.label).join(", ")}: ` : "";
+  const names = runs.length > 1 ? `${without.map((run) => run.label).join("; ")}: ` : "";
   return html("p", { class: "lead" }, `${names}${why}`);
 };
 
@@ -114,15 +117,14 @@ function inWords(run) {
   } else {
     parts.push("Nothing is measured yet. ");
   }
-  if (run.cascade) parts.push(memoryInWords(run.cascade));
+  if (run.memory && run.cascade) parts.push(memoryInWords(run));
   if (run.time) parts.push(` On simulated devices ${run.finished ? "it took" : "it has taken"} `, strong(duration(run.time.computation + run.time.access)), ".");
   return parts;
 }
 
-function memoryInWords({ modules, whole: all, cascade }) {
-  const most = Math.max(...modules.map((module) => module.memory));
-  if (!cascade) return `The whole model takes ${size(all)} to train.`;
-  return `A client needs ${size(most)} to train a module, ${percent(most / all)} of what the whole model takes.`;
+function memoryInWords({ memory, cascade: { whole: all } }) {
+  if (memory.least === all) return `Every client trains the whole model, which takes ${size(all)}.`;
+  return `A client needs ${size(memory.least)}, ${percent(memory.least / all)} of what the whole model takes.`;
 }
 
 function summary(runs) {
@@ -134,27 +136,31 @@ function summary(runs) {
     return [percent(found?.accuracy), { class: kind === "personalised" ? "strong" : null }];
   };
   const attack = [...new Set(runs.map((run) => run.attack))].length === 1 ? runs[0].attack : "PGD";
-  const heads = ["Run", "Clean, personalised", `${attack}, personalised`, "Clean, exported model", `${attack}, exported model`, "Memory of a client", "Simulated time", "Rounds"];
+  const heads = ["Run", "Clean, personalised", `${attack}, personalised`, "Clean, global", `${attack}, global`, "Memory a client needs", "Simulated time", "Rounds"];
   const rows = runs.map((run) => [
     html("span", {}, named(run), badge(run)),
     cell(run, "personalised", false), cell(run, "personalised", true), cell(run, "global", false), cell(run, "global", true),
-    run.cascade ? size(Math.max(...run.cascade.modules.map((module) => module.memory))) : "–",
+    run.memory ? size(run.memory.least) : "–",
     run.time ? duration(run.time.computation + run.time.access) : "–",
     whole(run.rounds),
   ]);
   return html("div", {},
-    html("ul", { class: "words" }, runs.map((run) => html("li", {}, swatch(run), runs.length > 1 && html("strong", {}, `${run.label}: `), inWords(run), badge(run)))),
+    (runs.length < 3 || !measured) && html("ul", { class: "words" }, runs.map((run) => html("li", {}, runs.length > 1 && swatch(run), runs.length > 1 && html("strong", {}, `${run.label}: `), inWords(run), badge(run)))),
     measured && section("figures", "In figures", table(heads, rows, { class: "figures" }),
-      html("p", { class: "minor" }, Object.entries(state.document.kinds).filter(([kind]) => runs.some((run) => run.accuracies.some((each) => each.kind === kind))).map(([kind, words]) => `${kind}: ${words}`).join(". "), ".")));
+      html("p", { class: "minor" }, explained(["personalised", "global"]))));
 }
+
+const explained = (kinds) => `${kinds.map((kind) => `${kind}: ${state.document.kinds[kind]}`).join("; ")}.`;
 
 function factList(runs, part) {
   const labels = [...new Set(runs.flatMap((run) => run[part].map((fact) => fact.label)))];
-  const lines = labels.map((label) => {
+  const lines = labels.map((label, n) => {
     const said = runs.map((run) => run[part].filter((fact) => fact.label === label).map((fact) => fact.text).join("; "));
-    const same = new Set(said).size === 1;
-    const values = same ? said[0] : runs.map((run, n) => said[n] && html("div", {}, swatch(run), html("span", {}, said[n])));
-    return [html("dt", {}, label), html("dd", {}, values)];
+    const texts = [...new Set(said)];
+    const values = texts.length === 1 ? texts[0] : texts.filter(Boolean).map((words) => html("div", {},
+      html("span", { class: "mark" }, runs.filter((_, n) => said[n] === words).map((run) => swatch(run))), html("span", {}, words)));
+    const full = n === 0 || (n === labels.length - 1 && labels.length % 2 === 0);
+    return [html("dt", {}, label), html("dd", { class: full ? "full" : null }, values)];
   });
   return html("dl", { class: "facts" }, lines);
 }
@@ -202,8 +208,8 @@ function curves(runs) {
     const domain = [Math.floor(Math.min(...values) * 10) / 10, Math.ceil(Math.max(...values) * 10) / 10];
     const y = { domain: domain[0] === domain[1] ? [domain[0] - 0.1, domain[1]] : domain, least: 0.01, tick: (value) => `${Math.round(100 * value)} %`, value: percent };
     const label = `${title}: personalised accuracy over ${byTime ? "simulated time" : "rounds"}. ${series.map(({ run, points }) => `${run.label} ends at ${percent(points.at(-1)?.[1])}`).join(", ")}.`;
-    const heads = ["Run", "Round", "Module", title];
-    const rows = used.flatMap((run) => sampled(run.curve.round.length, 24).map((n) => [named(run), whole(run.curve.round[n]), moduleAt(run, run.curve.round[n]), percent(run.curve[part][n])]));
+    const heads = ["Round", ...runHead(used), "Module", title];
+    const rows = used.flatMap((run) => sampled(run.curve.round.length, 24).map((n) => [whole(run.curve.round[n]), ...runCell(used, run), moduleAt(run, run.curve.round[n]), percent(run.curve[part][n])]));
     return html("div", {}, html("h3", {}, title), figure(`curve ${part}`, lineChart({ key: `curve ${part}`, width: width(2), label, series, strips, x, y }), null, heads, rows));
   };
   const attacks = [...new Set(used.map((run) => run.attack))].join(", ");
@@ -236,7 +242,7 @@ const sampled = (count, most) => {
 
 function thinned(runs) {
   const long = runs.filter((run) => run.curve.every > 1);
-  return long.length > 0 && html("p", { class: "minor" }, `Long runs are thinned: ${long.map((run) => `of ${run.label} one in ${run.curve.every} of ${whole(run.curve.measured)} evaluations is drawn`).join("; ")}, and those at which a stage begins, ends or is best.`);
+  return long.length > 0 && html("p", { class: "minor" }, `Long runs are thinned. Drawn are the evaluations at which a stage begins, ends or is best, and of ${long.map((run) => `${run.label} one in ${run.curve.every} of ${whole(run.curve.measured)}`).join("; of ")}.`);
 }
 
 function accuracySection(runs) {
@@ -257,7 +263,7 @@ function accuracySection(runs) {
 function endSection(runs) {
   const measured = runs.filter((run) => run.accuracies.length);
   if (!measured.length) return section("end", "Accuracy at the end", lead("A run measures its trained model when it ends: no run here has yet."));
-  const pairs = new Map(measured.flatMap((run) => run.accuracies.map((each) => [`${each.kind}, ${each.label}`, each])));
+  const pairs = new Map(measured.flatMap((run) => run.accuracies.map((each) => [`${each.label}, ${each.kind}`, each])));
   const order = Object.keys(state.document.kinds);
   const sorted = [...pairs].sort(([, a], [, b]) => order.indexOf(a.kind) - order.indexOf(b.kind));
   const rows = sorted.map(([name, { kind, label }]) => ({
@@ -274,13 +280,13 @@ function endSection(runs) {
     }))),
   }));
   const label = `Accuracy at the end: ${rows.map(({ name, dots }) => `${name}: ${dots.map(({ run, value }) => `${run.label} ${percent(value)}`).join(", ")}`).join("; ")}.`;
-  const heads = ["Measured", ["Run", { class: "text" }], "Accuracy", "95 % interval", "Samples", "Precision"];
+  const heads = ["Measured", ...runHead(measured), "Accuracy", "95 % interval", "Samples", "Precision"];
   const numbers = sorted.flatMap(([name, { kind, label: attack }]) => measured.flatMap((run) => run.accuracies.filter((each) => each.kind === kind && each.label === attack).map((each) => [
-    name, asText(named(run)), percent(each.accuracy), each.interval ? `${(100 * each.interval[0]).toFixed(1)} – ${percent(each.interval[1])}` : "–", whole(each.samples), each.precision ?? "–",
+    name, ...runCell(measured, run), percent(each.accuracy), each.interval ? `${(100 * each.interval[0]).toFixed(1)} – ${percent(each.interval[1])}` : "–", whole(each.samples), each.precision ?? "–",
   ])));
   const auto = runs.some((run) => run.accuracies.some((each) => /^(autoattack|aa-fast)/.test(each.attack)));
   return section("end", "Accuracy at the end",
-    lead("Lines are 95 % intervals. ", !auto && "AutoAttack was not measured: fedprophet evaluate RUN --attack autoattack."),
+    lead(explained(order.filter((kind) => sorted.some(([, each]) => each.kind === kind))), " Lines are 95 % intervals. ", !auto && "AutoAttack was not measured: fedprophet evaluate RUN --attack autoattack."),
     figure("end", dotChart({ key: "end", width: width(), label, rows }), null, heads, numbers),
     missing(runs, (run) => run.accuracies.length, "not measured, as the run is not finished."));
 }
@@ -302,7 +308,7 @@ function cascadeSection(runs) {
       { run: { colour: "" }, name: "Whole model", parts: [{ name: "memory", value: all, kind: "whole" }], note: size(all) },
       ...modules.map((module) => ({
         run: group[0],
-        name: `${module.index}  ${module.layers.join(", ")}`,
+        name: `${module.index} · ${module.layers.join(", ")}`,
         parts: [{ name: "memory", value: module.memory, kind: "fill" }],
         note: `${size(module.memory)}, ${percent(module.memory / budget)} of the budget`,
         detail: [{ text: "of the budget", value: percent(module.memory / budget) }, { text: "of the whole model", value: percent(module.memory / all) }],
@@ -341,9 +347,9 @@ function perturbationSection(runs) {
     const label = `${title} over rounds. ${series.map(({ run, points }) => points.length ? `${run.label} ends with ${number(points.at(-1)[1])}` : "").join(" ")}`;
     return html("div", {}, html("h3", {}, title), figure(`attack ${part}`, lineChart({ key: `attack ${part}`, width: width(2), label, series, strips, x, y, step: true })));
   };
-  const heads = ["Module", ["Run", { class: "text" }], "Rounds", "Warm-up", "eps", "alpha", "Kept round", "Clean", "PGD"];
+  const heads = ["Module", ...runHead(staged), "Rounds", "Warm-up", "eps", "alpha", "Kept round", "Clean", "PGD"];
   const rows = staged.flatMap((run) => run.stages.map((stage) => [
-    stage.module, asText(named(run)), `${whole(stage.first)} – ${whole(stage.last)}`, whole(stage.warmup), number(stage.epsilon), number(stage.alpha), stage.best == null ? "–" : whole(stage.best), percent(stage.clean), percent(stage.adversarial),
+    stage.module, ...runCell(staged, run), `${whole(stage.first)} – ${whole(stage.last)}`, whole(stage.warmup), number(stage.epsilon), number(stage.alpha), stage.best == null ? "–" : whole(stage.best), percent(stage.clean), percent(stage.adversarial),
   ]));
   return section("attack", "The attack in training",
     lead("eps is the radius of the attack on what a module reads: pixels for the first one, features after it. From the second module on it is alpha times what was measured at the module before; alpha follows the accuracies."),
@@ -368,8 +374,8 @@ function assignmentSection(runs) {
     const rows = clients.map((client, n) => [client, ...rounds[n]]);
     const ramp = html("li", {}, "1", svg("svg", { viewBox: "0 0 84 14", class: `ramp ${run.colour}`, "aria-hidden": "true" }, Array.from({ length: 12 }, (_, n) => rect(n * 7, 1, 7, 12, "fill", { opacity: 0.12 + 0.08 * n }))), counted(most, "round"));
     return html("div", {}, runs.length > 1 && html("h3", {}, named(run)),
-      figure(`heat ${run.path}`, heatMap({ key: `heat ${run.path}`, width: width(), label, run, clients, rounds, modules }), notes.join(" "), heads, rows),
-      html("ul", { class: "key" }, ramp));
+      html("ul", { class: "key" }, ramp),
+      figure(`heat ${run.path}`, heatMap({ key: `heat ${run.path}`, width: width(), label, run, clients, rounds, modules }), notes.join(" "), heads, rows));
   });
   return section("assignment", "Who trained what",
     lead("In how many rounds each client trained each module. A client with memory to spare trains the modules that follow the current one, too."),
@@ -409,20 +415,22 @@ function timeSection(runs) {
     parts: [{ name: "computation", title: "computation", kind: "fill" }, { name: "access", title: "data access", kind: "pale" }],
     last,
     most,
+    unit,
     format: (value) => `${duration(value)} a round`,
     tick: (value) => `${number(value / unit)} ${name}`,
     axis: n === timed.length - 1,
   }))));
-  const stages = timed.flatMap((run) => run.stages.map((stage) => [stage.module, asText(named(run)), whole(stage.last - stage.first + 1), duration(stage.computation + stage.access), duration(stage.computation), duration(stage.access)]));
+  const staged = timed.filter((run) => run.stages.length);
+  const stages = staged.flatMap((run) => run.stages.map((stage) => [stage.module, ...runCell(staged, run), whole(stage.last - stage.first + 1), duration(stage.computation + stage.access), duration(stage.computation), duration(stage.access)]));
   const many = timed.filter((run) => run.time.rounds.every > 1);
   return section("time", "Simulated time",
     lead("What the rounds would have taken on the devices of the fleet: a round takes as long as its slowest client. Data access is reading and writing what does not fit the memory."),
     key([[square("fill"), "computation"], [square("pale"), "data access"]]),
     figure("time", rowChart({ key: "time", width: width(), label, rows, format: duration }), null, heads, numbers),
     html("h3", {}, "Each round"), columns,
-    many.length > 0 && html("p", { class: "minor" }, `A column is the mean of several rounds: ${many.map((run) => `${run.label} ${run.time.rounds.every}`).join(", ")}.`),
+    many.length > 0 && html("p", { class: "minor" }, `A column is a mean over rounds: ${many.map((run) => `of ${run.label} over ${run.time.rounds.every}`).join("; ")}.`),
     stages.length > 0 && html("details", { open: state.open.has("stage times"), "data-key": "stage times", ontoggle: (event) => state.open[event.target.open ? "add" : "delete"]("stage times") },
-      html("summary", { "data-key": "stage times summary" }, "Each stage"), table(["Module", ["Run", { class: "text" }], "Rounds", "Total", "Computation", "Data access"], stages)),
+      html("summary", { "data-key": "stage times summary" }, "Each stage"), table(["Module", ...runHead(staged), "Rounds", "Total", "Computation", "Data access"], stages)),
     missing(runs, (run) => run.time, "no simulated time: its clients are real devices, or its journal does not hold it."));
 }
 
@@ -454,6 +462,7 @@ function trafficSection(runs) {
     parts: [{ name: "sent", title: "sent", kind: "fill" }, { name: "received", title: "received", kind: "pale" }],
     last,
     most,
+    unit: 1,
     format: size,
     tick: size,
     axis: n === wired.length - 1,
@@ -469,9 +478,9 @@ function faultsSection(runs) {
   if (!runs.length) return null;
   const lost = runs.filter((run) => run.faults.times);
   if (!lost.length) return section("dropped", "Dropped updates", lead("None: every answer that was asked for came, and could be used."));
-  const heads = [["Reason", { class: "text" }], ["Run", { class: "text" }], "Times", "Clients", "Rounds"];
+  const heads = [["Reason", { class: "text" }], ...runHead(lost), "Times", "Clients", "Rounds"];
   const rows = lost.flatMap((run) => run.faults.reasons.map((reason) => [
-    asText(reason.text), asText(named(run)), whole(reason.times), whole(reason.clients), reason.first === reason.last ? whole(reason.first) : `${whole(reason.first)} – ${whole(reason.last)}`,
+    asText(reason.text), ...runCell(lost, run), whole(reason.times), whole(reason.clients), reason.first === reason.last ? whole(reason.first) : `${whole(reason.first)} – ${whole(reason.last)}`,
   ]));
   const others = lost.filter((run) => run.faults.other).map((run) => `${run.label}: ${counted(run.faults.other, "further reason")}`);
   return section("dropped", "Dropped updates",
