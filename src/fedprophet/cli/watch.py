@@ -69,7 +69,8 @@ def watch_command(
             _print_lines(watched, console)
     except KeyboardInterrupt:
         again = f"fedprophet watch {shlex.quote(str(run))}"
-        raise KeyboardInterrupt(f"the run is left as it is. Show it again with: {again}") from None
+        typer.echo(f"the run is left as it is. Show it again with: {again}", err=True)
+        raise typer.Exit(130) from None
 
 
 def _serve(run: Path, port: int) -> None:
