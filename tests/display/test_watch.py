@@ -44,7 +44,7 @@ def look(tiny):
 
 
 def test_totals(look):
-    """The first round does not count for the pace: (2 + 4) / 2. A simulated round lasts as long as its slowest client."""
+    """The first round does not count for the pace, (2 + 4) / 2. A simulated one lasts as long as its slowest client."""
     assert totals(look) == {
         "a round": "3.0 s",
         "simulated": "9.0 s",

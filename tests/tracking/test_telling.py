@@ -1,6 +1,8 @@
 """What trackers are told, and that none of them disturbs a run."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -129,3 +131,14 @@ def test_what_trackers_remember(tmp_path):
     for damage in ("no JSON", "[]", json.dumps({"a": 3})):
         (tmp_path / "tracking.json").write_text(damage)
         assert run.recall("a") == {}
+
+
+def test_the_tracker_of_the_documentation(small, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "watch.md").read_text()
+    (example,) = re.findall("```python\n(.*?)```", page, re.DOTALL)
+    train, given = fedprophet.train, []
+    monkeypatch.setattr(fedprophet, "train", lambda preset, log: given.extend(log))
+    exec(example, {})
+    trained = train(small, out="run", log=given)
+    rows = [line.split(",") for line in (trained.path / "rounds.csv").read_text().splitlines()]
+    assert [row[0] for row in rows if row[1] == "training/loss"] == ["1", "2", "3", "4"]
