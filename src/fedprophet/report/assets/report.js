@@ -385,8 +385,8 @@ function assignmentSection(runs) {
 // What it cost ---------------------------------------------------------------------------------------------------------------
 
 function timeSection(runs) {
-  const timed = runs.filter((run) => run.time);
-  if (!timed.length) return runs.length > 0 && section("time", "Simulated time", lead(runs.every((run) => run.deployed) ? "The clients are real devices: there is no simulated time." : "It is not known: the journal does not hold it."));
+  const timed = runs.filter((run) => run.time && run.rounds);
+  if (!timed.length) return runs.length > 0 && section("time", "Simulated time", lead(runs.every((run) => run.deployed) ? "The clients are real devices: there is no simulated time." : runs.some((run) => run.time) ? "No round is over yet." : "It is not known: the journal does not hold it."));
   const rows = timed.map((run) => {
     const { computation, access, communication } = run.time;
     return {
@@ -431,7 +431,7 @@ function timeSection(runs) {
     many.length > 0 && html("p", { class: "minor" }, `A column is a mean over rounds: ${many.map((run) => `of ${run.label} over ${run.time.rounds.every}`).join("; ")}.`),
     stages.length > 0 && html("details", { open: state.open.has("stage times"), "data-key": "stage times", ontoggle: (event) => state.open[event.target.open ? "add" : "delete"]("stage times") },
       html("summary", { "data-key": "stage times summary" }, "Each stage"), table(["Module", ...runHead(staged), "Rounds", "Total", "Computation", "Data access"], stages)),
-    missing(runs, (run) => run.time, "no simulated time: its clients are real devices, or its journal does not hold it."));
+    missing(runs, (run) => run.time && run.rounds, "no simulated time: its clients are real devices, its journal does not hold it, or no round is over yet."));
 }
 
 function trafficSection(runs) {
