@@ -30,7 +30,6 @@ def test_a_cascade_by_hand(write_cascade):
         ),
         budget=60,
         whole=200,
-        cascade=True,
     )
     assert run.curve == Curve((2, 3, 4), (0.6, 0.8, 0.9), (0.4, 0.7, 0.5), (19.0, 23.0, 33.0), measured=3, every=1)
     assert (run.perturbation.epsilon, run.perturbation.alpha) == (
@@ -112,12 +111,12 @@ def test_accuracies_at_the_end_and_those_measured_later(write_run):
     run = only(write_run("run", clean=0.8, pgd=0.5, autoattack=0.4))
     found = [(each.kind, each.label, each.accuracy, each.samples) for each in run.accuracies]
     assert found == [
-        ("personalised", "AutoAttack", 0.4, 50),
         ("personalised", "Clean", 0.8, 100),
         ("personalised", "PGD-20", 0.5, 100),
-        ("global", "AutoAttack", 0.4, 50),
+        ("personalised", "AutoAttack", 0.4, 50),
         ("global", "Clean", 0.4, 360),
         ("global", "PGD-20", 0.25, 360),
+        ("global", "AutoAttack", 0.4, 50),
     ]
     assert run.attack == "PGD-20"
 
