@@ -26,7 +26,7 @@ def test_a_run_goes_to_runs_under_the_current_folder(cli, tiny_flags, quick, tmp
     assert sizes[1] in said.out.splitlines()[0]
     assert "round 1/1  eps 0.100  loss " in said.out
     assert "Modules" not in said.out
-    assert said.out.rstrip().endswith("Files: runs/digits-jfat-1")
+    assert "\nFiles: runs/digits-jfat-1\n" in said.out
 
 
 def test_the_table_says_what_a_module_takes_and_reaches(cli, copied, sizes):

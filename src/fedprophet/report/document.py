@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter
 
-from fedprophet.attacks.names import attack_label
+from fedprophet.attacks.names import CLEAN, attack_label, is_stepwise
 from fedprophet.display.summary import MEASURED_ON
 from fedprophet.methods import METHODS
 from fedprophet.report.compare import each_once
@@ -102,7 +102,6 @@ class Cascade:
     modules: tuple[Mapping[str, Any], ...]
     budget: int
     whole: int
-    cascade: bool
 
 
 @dataclass(frozen=True)
@@ -175,6 +174,8 @@ class RunDocument:
     finished: bool
     rounds: int
     deployed: bool
+    cascading: bool
+    """Whether its method trains module after module."""
     attack: str
     memory: Memory | None
     facts: tuple[Fact, ...]
@@ -274,6 +275,7 @@ def _run(folder: ReadFolder, label: str) -> RunDocument:
         finished=summary.finished,
         rounds=summary.rounds,
         deployed=summary.deployed,
+        cascading=METHODS[config.method].cascade,
         attack=attack_label(f"pgd{config.evaluate.steps}"),
         memory=summary.memory,
         facts=tuple(run_facts(folder)),
@@ -292,8 +294,10 @@ def _run(folder: ReadFolder, label: str) -> RunDocument:
 
 
 def _accuracies(folder: ReadFolder) -> Iterator[Accuracy]:
+    """Yield what was measured at the end and later: clean, then attacks of so many steps, then others."""
     for kind in KINDS:
-        for attack, cell in folder.summary.accuracies.get(kind, {}).items():
+        cells = folder.summary.accuracies.get(kind, {})
+        for attack, cell in sorted(cells.items(), key=lambda item: (item[0] != CLEAN, not is_stepwise(item[0]))):
             yield Accuracy(
                 kind, attack, attack_label(attack), cell.accuracy, cell.interval, cell.samples, cell.precision
             )
@@ -306,7 +310,7 @@ def _cascade(folder: ReadFolder) -> Cascade | None:
     modules = tuple(
         {"index": module.index, "layers": module.layers, "memory": module.memory_bytes} for module in setup.modules
     )
-    return Cascade(modules, setup.budget_bytes, setup.whole_model_bytes, METHODS[folder.summary.config.method].cascade)
+    return Cascade(modules, setup.budget_bytes, setup.whole_model_bytes)
 
 
 # Over rounds ---------------------------------------------------------------------------------------------------------

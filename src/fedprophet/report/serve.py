@@ -5,12 +5,12 @@ import ipaddress
 import json
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self
 
 from fedprophet.errors import ConfigError, FedProphetError
 from fedprophet.report.document import Report, report_of
@@ -93,6 +93,8 @@ class ReportServer:
             report = live
 
         self._server = _Server((host, port), Handler)
+        names = {_bracketed(host), "localhost"}
+        Handler.names = {f"{name}:{self.port}" for name in names} | (names if self.port == 80 else set())
         self._thread = threading.Thread(target=self._server.serve_forever, name="report", daemon=True)
 
     @property
@@ -129,7 +131,7 @@ class ReportServer:
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
-    block_on_close = False  # a page's connection stays open as long as the page
+    block_on_close = False  # a browser may hold a connection on which it asks nothing
 
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
@@ -141,14 +143,15 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     report: LiveReport
-    protocol_version = "HTTP/1.1"
+    names: Collection[str]
+    """What the address is called by those who may ask."""
     server_version, sys_version = "fedprophet", ""
     timeout = IDLE_SECONDS
 
     def do_GET(self) -> None:
         """Answer with the page or the document."""
         # A page of another site that lets its own name point here (DNS rebinding) sends that name.
-        if self.headers.get("Host", "").lower() not in self._names():
+        if self.headers.get("Host", "").lower() not in self.names:
             self._send(HTTPStatus.FORBIDDEN, b"this address is for the browser of this machine\n")
         elif self.path == "/":
             self._send(HTTPStatus.OK, self._page(), "text/html; charset=utf-8")
@@ -156,11 +159,6 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_document()
         else:
             self._send(HTTPStatus.NOT_FOUND, b"there is only / and /document.json\n")
-
-    def _names(self) -> set[str]:
-        host, port = cast(tuple[str, int], self.server.server_address[:2])
-        names = {_bracketed(host), "localhost"}
-        return {f"{name}:{port}" for name in names} | (names if port == 80 else set())
 
     def _page(self) -> bytes:
         try:

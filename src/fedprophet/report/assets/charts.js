@@ -162,7 +162,7 @@ const rect = (x, y, width, height, kind, more = {}) =>
 function lineChart({ key, width, label, series, strips = [], x, y, step = false, endLabels = true }) {
   const drawn = series.filter(({ points, marks = [] }) => points.length || marks.length);
   const labelled = endLabels && width > 420 && drawn.length > 1;
-  const right = labelled ? Math.min(130, 10 + Math.max(...drawn.map(({ run }) => textWidth(run.label, 600)))) : 14;
+  const right = labelled ? Math.min(130, 10 + Math.max(...drawn.map(({ run }) => textWidth(run.short, 600)))) : 14;
   const rows = strips.length * 17;
   const area = { left: 48, right: width - right, top: 10, bottom: 236 };
   const height = area.bottom + 8 + rows + 40;
@@ -224,7 +224,7 @@ function drawEndLabels(drawing, drawn, up, area) {
   const over = ends.length ? ends.at(-1).y - area.bottom : 0;
   for (const { run, y } of ends) {
     const place = over > 0 ? y - over : y;
-    drawing.append(text(area.right + 8, place + 4, shortened(run.label, 120, 600), { class: `run ${run.colour}` }));
+    drawing.append(text(area.right + 8, place + 4, shortened(run.short, 120, 600), { class: `run ${run.colour}` }));
   }
 }
 
@@ -232,17 +232,15 @@ function walkLines(drawing, drawn, across, up, area, x, y, step) {
   const places = [...new Set(drawn.flatMap(({ points }) => points.map(([px]) => px)))].sort((a, b) => a - b);
   const mark = svg("g", {});
   drawing.append(mark);
-  const valueAt = (points, px) => {
-    if (!step) return points.find(([each]) => each === px);
-    return points.findLast(([each]) => each <= px);
-  };
+  // A run that has no point here has its latest one, unless it ended before.
+  const valueAt = (points, px) => (points.length && px <= points.at(-1)[0] ? points.findLast(([each]) => each <= px) : undefined);
   const nearest = (px) => places.reduce((best, each, n) => (Math.abs(across(each) - px) < Math.abs(across(places[best]) - px) ? n : best), 0);
   const at = (px, py) => (places.length && px > area.left - 20 && px < area.right + 20 && py < area.bottom + 40 ? nearest(px) : null);
   const show = (place) => {
     const px = places[place];
     const found = drawn.map(({ run, points }) => [run, valueAt(points, px)]).filter(([, point]) => point);
     mark.replaceChildren(line(across(px), area.top, across(px), area.bottom, "cross"),
-      ...found.map(([run, [, py]]) => svg("circle", { class: `dot ${run.colour}`, cx: across(px), cy: up(py), r: 4 })));
+      ...found.map(([run, [own, py]]) => svg("circle", { class: `dot ${run.colour}`, cx: across(step ? px : own), cy: up(py), r: 4 })));
     const rows = found.map(([run, point]) => ({ colour: run.colour, text: run.label, value: y.value(point[1], run, px) }));
     return { title: x.title(px), rows, x: across(px), y: Math.min(...found.map(([, [, py]]) => up(py))) };
   };
@@ -281,7 +279,7 @@ function rowChart({ key, width, label, rows, format, marks = [], rowHeight = 30 
     }
     if (tick) group.append(line(across(tick.value), y - 3, across(tick.value), y + rowHeight - 5, "budget"));
     // The note stands behind the bar, and behind a line that it would cross.
-    const ends = [across(Math.max(sum, tick ? tick.value : 0)), ...marks.map(({ value }) => across(value))].sort((a, b) => a - b);
+    const ends = [sum, ...(tick ? [tick.value] : []), ...marks.map(({ value }) => value)].map(across).sort((a, b) => a - b);
     const clear = (end) => !ends.some((other) => other >= end && other < end + 12 + textWidth(note));
     const end = ends.filter((each) => each >= across(sum)).find((each, n, all) => n === all.length - 1 || clear(each + 1));
     words.append(text(end + 8, y + rowHeight / 2 + 1, shortened(note, width - end - 8), { class: "halo ink" }));

@@ -13,7 +13,9 @@ const state = { document: null, hidden: new Set(), axis: "rounds", open: new Set
 
 // A run has the colour of its place among all runs, and keeps it when others are hidden.
 function withColours(runs) {
-  return runs.map((run, n) => ({ ...run, colour: `c${n % COLOURS}`, dash: DASHES[Math.floor(n / COLOURS) % DASHES.length] }));
+  const several = (run) => runs.filter(({ method }) => method === run.method).length > 1;
+  const short = (run) => (several(run) ? run.label.slice(run.method.length + 2) : run.label);
+  return runs.map((run, n) => ({ ...run, short: short(run), colour: `c${n % COLOURS}`, dash: DASHES[Math.floor(n / COLOURS) % DASHES.length] }));
 }
 
 const shownRuns = () => state.document.runs.filter((run) => !state.hidden.has(run.path));
@@ -78,7 +80,7 @@ const square = (kind) => rect(1, 1, 12, 12, kind);
 const width = (columns = 1) => {
   const whole = main.clientWidth || 640;
   const gap = 2.2 * parseFloat(getComputedStyle(document.documentElement).fontSize);
-  return Math.max(280, columns === 1 || matchMedia("(max-width: 46rem)").matches ? whole : (whole - gap) / 2);
+  return Math.max(280, columns === 1 || matchMedia("screen and (max-width: 46rem)").matches ? whole : (whole - gap) / 2);
 };
 
 const accuracyOf = (run, kind, attack) => run.accuracies.find((each) => each.kind === kind && each.attack === attack);
@@ -86,8 +88,7 @@ const pgdOf = (run, kind) => run.accuracies.find((each) => each.kind === kind &&
 const missing = (runs, has, why) => {
   const without = runs.filter((run) => !has(run));
   if (!without.length) return null;
-  const names = runs.length > 1 ? `${without.map((run) => run.label).join("; ")}: ` : "";
-  return html("p", { class: "lead" }, `${names}${why}`);
+  return lead(runs.length > 1 ? `${without.map((run) => run.label).join("; ")}: ${why}` : why[0].toUpperCase() + why.slice(1));
 };
 
 // What was reached, in words and in figures --------------------------------------------------------------------------------
@@ -118,7 +119,7 @@ function inWords(run) {
     parts.push("Nothing is measured yet. ");
   }
   if (run.memory && run.cascade) parts.push(memoryInWords(run));
-  if (run.time) parts.push(` On simulated devices ${run.finished ? "it took" : "it has taken"} `, strong(duration(run.time.computation + run.time.access)), ".");
+  if (run.time && run.rounds) parts.push(` On simulated devices ${run.finished ? "it took" : "it has taken"} `, strong(duration(run.time.computation + run.time.access)), ".");
   return parts;
 }
 
@@ -296,14 +297,14 @@ function endSection(runs) {
 function cascadeSection(runs) {
   const drawn = new Map();
   for (const run of runs.filter((each) => each.cascade)) {
-    const same = JSON.stringify(run.cascade);
+    const same = JSON.stringify([run.cascade, run.cascading]);
     drawn.set(same, [...(drawn.get(same) ?? []), run]);
   }
   const charts = [...drawn.values()].map((group, n) => {
     const [{ cascade }] = group;
     const { modules, budget, whole: all } = cascade;
     const several = drawn.size > 1 && html("h3", {}, html("span", { class: "mark" }, group.map((run) => named(run))));
-    if (!cascade.cascade) return [several, lead(`Every client trains the whole model at once, or a smaller one of its kind. The whole model takes ${size(all)}; there are no modules.`)];
+    if (!group[0].cascading) return [several, lead(`Every client trains the whole model at once, or a smaller one of its kind. The whole model takes ${size(all)}; there are no modules.`)];
     const bars = [
       { run: { colour: "" }, name: "Whole model", parts: [{ name: "memory", value: all, kind: "whole" }], note: size(all) },
       ...modules.map((module) => ({
@@ -321,7 +322,7 @@ function cascadeSection(runs) {
     return [several, figure(`cascade ${n}`, chart, null, heads, rows)];
   });
   return section("cascade", "The cascade",
-    lead("Bars are the memory that training a module takes, in the paper’s model of cost, on one scale with the whole model. A module has to fit the budget."),
+    runs.some((run) => run.cascade && run.cascading) && lead("Bars are the memory that training a module takes, in the paper’s model of cost, on one scale with the whole model. A module has to fit the budget."),
     charts, missing(runs, (run) => run.cascade, "the modules are not known: they are written when a run begins, by newer versions, and when it ends."));
 }
 
@@ -329,7 +330,8 @@ function perturbationSection(runs) {
   const staged = runs.filter((run) => run.stages.length);
   if (!staged.length) {
     const radius = [...new Set(runs.map((run) => factOf(run, "Attack")))].join("; ");
-    return runs.length > 0 && section("attack", "The attack in training", lead(`There are no stages: ${radius}, in all rounds after the warm-up.`));
+    const words = runs.some((run) => run.cascading) ? "No round is over yet." : `There are no stages: ${radius}, in all rounds after the warm-up.`;
+    return section("attack", "The attack in training", lead(words));
   }
   const last = Math.max(2, ...staged.map((run) => run.rounds));
   const x = { domain: [0, last], label: "round", least: 1, tick: whole, title: (value) => `Round ${whole(value)}` };
@@ -360,7 +362,10 @@ function perturbationSection(runs) {
 
 function assignmentSection(runs) {
   const assigned = runs.filter((run) => run.assignment);
-  if (!assigned.length) return runs.length > 0 && section("assignment", "Who trained what", lead("No modules were assigned: clients of these methods train the whole model, or a part of it from the image on."));
+  if (!assigned.length) {
+    const words = runs.some((run) => run.cascading) ? "No module was assigned yet." : "No modules were assigned: clients of these methods train the whole model, or a part of it from the image on.";
+    return section("assignment", "Who trained what", lead(words));
+  }
   const charts = assigned.map((run) => {
     const { clients, rounds, left_out: left, never } = run.assignment;
     const modules = rounds[0].length;
@@ -385,8 +390,8 @@ function assignmentSection(runs) {
 // What it cost ---------------------------------------------------------------------------------------------------------------
 
 function timeSection(runs) {
-  const timed = runs.filter((run) => run.time);
-  if (!timed.length) return runs.length > 0 && section("time", "Simulated time", lead(runs.every((run) => run.deployed) ? "The clients are real devices: there is no simulated time." : "It is not known: the journal does not hold it."));
+  const timed = runs.filter((run) => run.time && run.rounds);
+  if (!timed.length) return section("time", "Simulated time", lead(runs.every((run) => run.deployed) ? "The clients are real devices: there is no simulated time." : runs.some((run) => run.time) ? "No round is over yet." : "It is not known: the journal does not hold it."));
   const rows = timed.map((run) => {
     const { computation, access, communication } = run.time;
     return {
@@ -401,10 +406,8 @@ function timeSection(runs) {
   const heads = ["Run", "Total", "Computation", "Data access", "Communication"];
   const numbers = timed.map((run) => [named(run), duration(run.time.computation + run.time.access), duration(run.time.computation), duration(run.time.access), duration(run.time.communication)]);
   const last = Math.max(...timed.map((run) => run.rounds));
-  const perRound = (run) => ({ ...run.time.rounds, parts: Object.fromEntries(Object.entries(run.time.rounds.parts).map(([name, values]) => [name, values.map((value, n) => value / lengthOf(run, n))])) });
-  const lengthOf = (run, n) => Math.min(run.time.rounds.every, run.rounds - run.time.rounds.first[n] + 1);
-  const bars = timed.map(perRound);
-  const most = Math.max(...bars.flatMap(({ parts }) => parts.computation.map((each, n) => each + parts.access[n])));
+  const bars = timed.map((run) => perRound(run.time.rounds, run.rounds));
+  const most = highest(bars);
   const [, unit, name] = timeUnit(most);
   const columns = timed.map((run, n) => html("div", {}, timed.length > 1 && html("h3", {}, named(run)), figure(`time ${run.path}`, columnChart({
     key: `time ${run.path}`,
@@ -422,22 +425,33 @@ function timeSection(runs) {
   }))));
   const staged = timed.filter((run) => run.stages.length);
   const stages = staged.flatMap((run) => run.stages.map((stage) => [stage.module, ...runCell(staged, run), whole(stage.last - stage.first + 1), duration(stage.computation + stage.access), duration(stage.computation), duration(stage.access)]));
-  const many = timed.filter((run) => run.time.rounds.every > 1);
   return section("time", "Simulated time",
     lead("What the rounds would have taken on the devices of the fleet: a round takes as long as its slowest client. Data access is reading and writing what does not fit the memory."),
     key([[square("fill"), "computation"], [square("pale"), "data access"]]),
     figure("time", rowChart({ key: "time", width: width(), label, rows, format: duration }), null, heads, numbers),
     html("h3", {}, "Each round"), columns,
-    many.length > 0 && html("p", { class: "minor" }, `A column is a mean over rounds: ${many.map((run) => `of ${run.label} over ${run.time.rounds.every}`).join("; ")}.`),
+    meansOf(timed, (run) => run.time.rounds),
     stages.length > 0 && html("details", { open: state.open.has("stage times"), "data-key": "stage times", ontoggle: (event) => state.open[event.target.open ? "add" : "delete"]("stage times") },
       html("summary", { "data-key": "stage times summary" }, "Each stage"), table(["Module", ...runHead(staged), "Rounds", "Total", "Computation", "Data access"], stages)),
-    missing(runs, (run) => run.time, "no simulated time: its clients are real devices, or its journal does not hold it."));
+    missing(runs, (run) => run.time && run.rounds, "no simulated time: its clients are real devices, its journal does not hold it, or no round is over yet."));
 }
+
+// Columns of several rounds are drawn as their mean, so that runs can be compared.
+const perRound = (bars, rounds) => ({
+  ...bars,
+  parts: Object.fromEntries(Object.entries(bars.parts).map(([name, values]) =>
+    [name, values.map((value, n) => value / Math.min(bars.every, rounds - bars.first[n] + 1))])),
+});
+const highest = (all) => Math.max(...all.flatMap(({ first, parts }) => first.map((_, n) => Object.values(parts).reduce((sum, values) => sum + values[n], 0))));
+const meansOf = (runs, barsOf) => {
+  const many = runs.filter((run) => barsOf(run).every > 1);
+  return many.length > 0 && html("p", { class: "minor" }, `A column is a mean over rounds: ${many.map((run) => `of ${run.label} over ${barsOf(run).every}`).join("; ")}.`);
+};
 
 function trafficSection(runs) {
   const wired = runs.filter((run) => run.traffic);
   const none = "Nothing was counted: only runs on Flower move bytes over a network.";
-  if (!wired.length) return runs.length > 0 && section("wire", "Bytes on the wire", lead(none));
+  if (!wired.length) return section("wire", "Bytes on the wire", lead(none));
   const rows = wired.map((run) => {
     const { sent, received, jfat } = run.traffic;
     return {
@@ -452,32 +466,32 @@ function trafficSection(runs) {
   const numbers = wired.map((run) => [named(run), size(run.traffic.sent), size(run.traffic.received), size(run.traffic.sent + run.traffic.received), size(run.traffic.jfat)]);
   const label = `Bytes on the wire: ${rows.map(({ name, note }) => `${name} ${note}`).join("; ")}.`;
   const last = Math.max(...wired.map((run) => run.rounds));
-  const most = Math.max(...wired.flatMap((run) => run.traffic.rounds.parts.sent.map((each, n) => each + run.traffic.rounds.parts.received[n])));
+  const bars = wired.map((run) => perRound(run.traffic.rounds, run.rounds));
   const columns = wired.map((run, n) => html("div", {}, wired.length > 1 && html("h3", {}, named(run)), figure(`wire ${run.path}`, columnChart({
     key: `wire ${run.path}`,
     width: width(),
-    label: `${run.label}: bytes of ${run.traffic.rounds.every > 1 ? `${run.traffic.rounds.every} rounds each` : "each round"}.`,
+    label: `${run.label}: bytes of a round.`,
     run,
-    bars: run.traffic.rounds,
+    bars: bars[n],
     parts: [{ name: "sent", title: "sent", kind: "fill" }, { name: "received", title: "received", kind: "pale" }],
     last,
-    most,
+    most: highest(bars),
     unit: 1,
-    format: size,
+    format: (value) => `${size(Math.round(value))} a round`,
     tick: size,
     axis: n === wired.length - 1,
-  }), run.traffic.rounds.every > 1 && `A column is the sum of ${run.traffic.rounds.every} rounds.`)));
+  }))));
   return section("wire", "Bytes on the wire",
     lead("What the server counted in all rounds."),
     key([[square("fill"), "sent by the server"], [square("pale"), "received"], [line(7, 1, 7, 13, "budget"), "what jFAT’s training would have moved"]]),
-    figure("wire", rowChart({ key: "wire", width: width(), label, rows, format: size }), null, heads, numbers), columns,
+    figure("wire", rowChart({ key: "wire", width: width(), label, rows, format: size }), null, heads, numbers),
+    html("h3", {}, "Each round"), columns, meansOf(wired, (run) => run.traffic.rounds),
     missing(runs, (run) => run.traffic, none));
 }
 
 function faultsSection(runs) {
-  if (!runs.length) return null;
   const lost = runs.filter((run) => run.faults.times);
-  if (!lost.length) return section("dropped", "Dropped updates", lead("None: every answer that was asked for came, and could be used."));
+  if (!lost.length) return section("dropped", "Dropped updates", lead(runs.some((run) => run.rounds) ? "None: every answer that was asked for came, and could be used." : "No round is over yet."));
   const heads = [["Reason", { class: "text" }], ...runHead(lost), "Times", "Clients", "Rounds"];
   const rows = lost.flatMap((run) => run.faults.reasons.map((reason) => [
     asText(reason.text), ...runCell(lost, run), whole(reason.times), whole(reason.clients), reason.first === reason.last ? whole(reason.first) : `${whole(reason.first)} – ${whole(reason.last)}`,
