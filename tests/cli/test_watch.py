@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import threading
 import time
 import urllib.request
@@ -197,10 +198,25 @@ def test_the_report_is_served(cli, stopped, monkeypatch):
     assert said.code == 130
 
 
+def test_a_run_that_is_about_to_begin_is_waited_for(cli, finished, tmp_path, monkeypatch):
+    def sleep(seconds):
+        shutil.copytree(finished(), tmp_path / "run")
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    said = cli("watch", "run")
+    assert said.code == 0
+    assert said.err == "there is no run in run yet: waiting for it, at most 60 seconds\n"
+
+
+def test_a_run_that_does_not_begin_is_not_waited_for_for_ever(cli, monkeypatch):
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    assert "error: there is no run in nothing: it has no config.toml" in cli("watch", "nothing").error
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["nothing"], "there is no run in nothing"),
+        (["nothing", "--once"], "there is no run in nothing: it has no config.toml"),
         (["run", "--port", "80"], "--port goes with --serve"),
         (["run", "--serve", "--json"], "leave out --once and --json"),
         (["run", "--serve", "--once"], "leave out --once and --json"),

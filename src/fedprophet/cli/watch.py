@@ -19,10 +19,13 @@ from fedprophet.display.tables import say
 from fedprophet.display.watch import Picture, document, played, state_lines, state_text
 from fedprophet.errors import ConfigError, TrainingError
 from fedprophet.report.serve import serve as serve_report
+from fedprophet.runs.files import RunFiles
 from fedprophet.runs.watched import Look, WatchedRun
 
 SECONDS = 1.0
 """How long it waits between two looks."""
+SECONDS_TO_BEGIN = 60
+"""For so long it waits for a run whose folder is not there yet."""
 DRAWN_AGAIN = 5
 """After so many looks a picture is drawn again although nothing is new: it says since when."""
 
@@ -55,8 +58,9 @@ def watch_command(
         raise ConfigError("--port goes with --serve: it says where the report is served")
     if serve and (once or json_):
         raise ConfigError("--serve shows the run in a browser: leave out --once and --json")
-    watched, console = WatchedRun(run), Console()
+    console = Console()
     try:
+        watched = WatchedRun(run) if once else _begun(run)
         if serve:
             _serve(run, port or 0)
         elif once:
@@ -71,6 +75,17 @@ def watch_command(
         again = f"fedprophet watch {shlex.quote(str(run))}"
         typer.echo(f"the run is left as it is. Show it again with: {again}", err=True)
         raise typer.Exit(130) from None
+
+
+def _begun(run: Path) -> WatchedRun:
+    """Return a run, or wait a while for it: a process that was just started takes some seconds to write its folder."""
+    if not RunFiles(run).config.exists():
+        typer.echo(f"there is no run in {run} yet: waiting for it, at most {SECONDS_TO_BEGIN} seconds", err=True)
+    for _ in range(SECONDS_TO_BEGIN):
+        if RunFiles(run).config.exists():
+            break
+        time.sleep(SECONDS)
+    return WatchedRun(run)
 
 
 def _serve(run: Path, port: int) -> None:
