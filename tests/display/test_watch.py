@@ -168,6 +168,17 @@ def test_before_the_first_round(look):
     assert lines[-1].rstrip() == "● a process is working on it; no round has come yet"
 
 
+def test_there_are_no_curves_before_an_evaluation(look):
+    assert not any("accuracy" in line for line in drawn(replace(look, records=ROUNDS[:1]), 80))
+
+
+@pytest.mark.parametrize("state", ["stopped", "finishing", "finished"])
+def test_nothing_is_said_of_the_time_left_where_no_round_is_played(look, state):
+    text = "\n".join(drawn(replace(look, state=state), 80))
+    assert "41.7 %" in text
+    assert "left" not in text
+
+
 def test_what_is_not_known_is_left_out(look):
     """As in the folder of a run of an earlier version."""
     unknown = replace(look, outline=replace(look.outline, modules=None, budget=None, whole=None), seconds={})

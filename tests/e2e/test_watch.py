@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import urllib.request
 
 import pytest
 from test_terminal import ESCAPES, Terminal
@@ -97,3 +98,28 @@ def test_a_killed_run_goes_on_with_its_logs(launch, tiny_flags, tmp_path, monkey
     run_id = json.loads((tmp_path / "run" / "tracking.json").read_text())["mlflow"]["run_id"]
     points = client.get_metric_history(run_id, "time/seconds")
     assert [point.step for point in points] == list(range(1, last + 1))
+
+
+def test_a_page_on_this_machine_follows_the_run(launch, tiny_flags, tmp_path, wait_until):
+    """It is served when the run is finished, too, until Ctrl-C."""
+    training = begun(launch, tiny_flags, tmp_path)
+    watching = launch("watch", "run", "--serve")
+    watching.when(lambda: " shows run, " in watching.stdout)
+    (url,) = re.findall(r"^(http://127\.0\.0\.1:\d+/) shows run, ", watching.stdout)
+    seen = []
+
+    def rounds():
+        with urllib.request.urlopen(f"{url}document.json") as answer:
+            (run,) = json.load(answer)["runs"]
+        seen.append(run["rounds"])
+        return run["finished"]
+
+    wait_until(rounds)
+    assert training.code == 0
+    assert seen == sorted(seen)
+    assert len(set(seen)) > 1, "it was seen in progress"
+    with urllib.request.urlopen(url) as answer:
+        assert answer.headers["Content-Type"].startswith("text/html")
+    watching.signal(signal.SIGINT)
+    assert watching.code == 130
+    assert "the run is left as it is" in watching.stderr

@@ -149,7 +149,7 @@ class Picture:
         used = sum(len(console.render_lines(part, options)) for part in (above, below))
         rows = max(LEAST_ROWS, min(MOST_ROWS, (console.height - used - 3) // 2))
         yield above
-        if self._look.records:
+        if _judged(self._look.records):
             yield from self._curves(options.max_width - GUTTER, rows)
         yield below
 
@@ -168,13 +168,10 @@ class Picture:
         line = Table.grid(padding=(0, 1, 0, 0), expand=True)
         line.add_column(ratio=1)
         line.add_column(no_wrap=True)
-        words = filter(None, (percent(progress.done / total), "" if self._still else progress.left))
+        going = self._look.state in ("working", "unknown")
+        words = filter(None, (percent(progress.done / total), progress.left if going else ""))
         line.add_row(ProgressBar(total=total, completed=progress.done), "  ".join(words))
         return line
-
-    @property
-    def _still(self) -> bool:
-        return self._look.state in ("stopped", "finished")
 
     def _curves(self, columns: int, rows: int) -> Iterator[RenderableType]:
         records = self._look.records
