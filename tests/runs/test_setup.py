@@ -5,6 +5,7 @@ import json
 import pytest
 
 from fedprophet.runs import setup
+from fedprophet.runs.pack import pack, unpack
 from fedprophet.runs.play import play
 from fedprophet.runs.run import reopen
 
@@ -66,3 +67,11 @@ def test_a_damaged_one_is_written_anew_and_no_result_depends_on_it(stopped, cont
     assert contents(stopped) == undisturbed
     assert read(stopped)["modules"][0]["index"] == 1
     assert len(read(stopped)["machines"]) == 1
+
+
+def test_it_is_packed_and_the_report_is_not(stopped, tmp_path):
+    (stopped / "report.html").write_text("made again by fedprophet report")
+    packed = pack(stopped, tmp_path / "parts", 2**20)
+    assert "report.html" in packed.left_out
+    unpacked = unpack(tmp_path / "parts", tmp_path / "moved")
+    assert (unpacked.run / "setup.json").read_bytes() == (stopped / "setup.json").read_bytes()

@@ -375,10 +375,10 @@ def _steps(values: Iterable[tuple[int, float | None]]) -> Steps:
 
 def _assignment(rounds: Sequence[_Round], population: int, modules: int) -> Assignment | None:
     """Count who trained what: in the stage of module m, a client with the modules up to n trains m … n."""
+    spans = Counter((client, each.module or last, last) for each in rounds for client, last in each.assigned.items())
     counts: dict[int, Counter[int]] = {}
-    for each in rounds:
-        for client, last in each.assigned.items():
-            counts.setdefault(client, Counter()).update(range(each.module or last, last + 1))
+    for (client, first, last), times in spans.items():
+        counts.setdefault(client, Counter()).update(dict.fromkeys(range(first, last + 1), times))
     if not counts:
         return None
     modules = max(modules, *(max(count, default=0) for count in counts.values()))

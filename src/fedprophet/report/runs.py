@@ -372,7 +372,7 @@ def _last_evaluated(records: Sequence[Record], journal: Path) -> Reached | None:
 
 # Time and memory -----------------------------------------------------------------------------------------------------
 
-_COSTS, _FAULTS = TypeAdapter(dict[str, _ClientCost]), TypeAdapter(_Faults)
+_COSTS, _FAULTS, _WIRE = TypeAdapter(dict[str, _ClientCost]), TypeAdapter(_Faults), TypeAdapter(Wire)
 
 
 def _costs(records: Sequence[Record], journal: Path) -> list[list[_ClientCost]] | None:
@@ -402,7 +402,7 @@ def _memory(records: Sequence[Record]) -> Memory | None:
 def _wire(records: Sequence[Record], journal: Path) -> Wire | None:
     for record in records:
         if "wire" in record:
-            of_record(TypeAdapter(Wire), record["wire"], record, journal)
+            of_record(_WIRE, record["wire"], record, journal)
     found = moved_bytes(records)
     return Wire(**found) if found else None
 

@@ -4,6 +4,7 @@ import hashlib
 import ipaddress
 import json
 import socket
+import sys
 import threading
 from collections.abc import Collection, Sequence
 from http import HTTPStatus
@@ -25,6 +26,7 @@ HEADERS = {
     "Cache-Control": "no-cache",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
+    "X-Frame-Options": "DENY",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
 
@@ -138,7 +140,9 @@ class _Server(ThreadingHTTPServer):
         super().__init__(address, handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that goes away in the middle of an answer is no event."""
+        """Say what went wrong; a browser that goes away in the middle of an answer is no event."""
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -163,14 +167,14 @@ class _Handler(BaseHTTPRequestHandler):
     def _page(self) -> bytes:
         try:
             _, report = self.report.read()
-        except FedProphetError as error:
+        except (FedProphetError, OSError) as error:
             report = Report((), notes=(str(error),))  # the page keeps asking: the run may be about to begin
         return page(report, live=True).encode()
 
     def _send_document(self) -> None:
         try:
             version, report = self.report.read()
-        except FedProphetError as error:
+        except (FedProphetError, OSError) as error:
             text = json.dumps({"error": str(error)})
             self._send(HTTPStatus.SERVICE_UNAVAILABLE, text.encode(), "application/json")
             return

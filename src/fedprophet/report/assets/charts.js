@@ -99,6 +99,9 @@ function hideTooltip() {
   tooltip.hidden = true;
 }
 
+// A chart that is drawn anew has its focus given back without a word.
+let focusGivenBack = false;
+
 // Let people walk over the `count` places of a chart. `at(x, y)` is the place under a point of the drawing, or null;
 // `show(place)` marks it and returns what to say: a title, rows, and where.
 function walkable(drawing, count, at, show, clear) {
@@ -129,7 +132,7 @@ function walkable(drawing, count, at, show, clear) {
   drawing.addEventListener("pointerdown", moved);
   drawing.addEventListener("pointerleave", leave);
   drawing.addEventListener("blur", leave);
-  drawing.addEventListener("focus", () => drawing.matches(":focus-visible") && count && go(0, true));
+  drawing.addEventListener("focus", () => drawing.matches(":focus-visible") && count && !focusGivenBack && go(0, true));
   drawing.addEventListener("keydown", (event) => {
     const current = place ?? -1;
     const steps = {

@@ -533,7 +533,9 @@ function draw() {
   ];
   main.replaceChildren(...parts.flat(Infinity).filter(Boolean));
   if (scrollY !== place) scrollTo({ top: place, behavior: "instant" });
+  focusGivenBack = true;
   if (focused) [...document.querySelectorAll("[data-key]")].find((each) => each.dataset.key === focused)?.focus({ preventScroll: true });
+  focusGivenBack = false;
 }
 
 function take(found) {
