@@ -12,6 +12,7 @@ from fedprophet.data.dataset import Dataset, from_datasets, from_tensors
 from fedprophet.errors import FedProphetError
 from fedprophet.flower import register as _flower  # noqa: F401 (Flower adds an engine and a table of settings)
 from fedprophet.threat import ThreatModel
+from fedprophet.tracking import Tracker
 
 __all__ = [
     "Chain",
@@ -21,6 +22,7 @@ __all__ = [
     "FedProphetError",
     "Module",
     "ThreatModel",
+    "Tracker",
     "TrainedRun",
     "__version__",
     "chain_of",

@@ -13,10 +13,11 @@ from fedprophet.data.dataset import Dataset
 from fedprophet.errors import ConfigError
 from fedprophet.runs.evaluation import check_samples, evaluate_run
 from fedprophet.runs.export import write_model
-from fedprophet.runs.observer import Observer
+from fedprophet.runs.observer import Observer, Observers
 from fedprophet.runs.play import play
-from fedprophet.runs.run import open_to_read, reopen, start
+from fedprophet.runs.run import Run, open_to_read, reopen, start
 from fedprophet.runs.session import OwnModel
+from fedprophet.tracking import Tracker, Tracking, open_trackers
 
 
 @dataclass(frozen=True)
@@ -35,14 +36,17 @@ def train(
     out: str | Path | None = None,
     overrides: Sequence[str] = (),
     observer: Observer | None = None,
+    log: Sequence[str | Tracker] = (),
 ) -> TrainedRun:
     """Train and return what came out.
 
     `config` is a preset's name, a TOML file, a mapping of keys, or a `Config`. `model` and `data` replace the ones that
-    the configuration names; the run's folder is `out`, or runs/NAME under the current directory.
+    the configuration names; the run's folder is `out`, or runs/NAME under the current directory. Numbers of each round
+    are logged to `log`: names such as "tensorboard", or trackers of your own.
     """
+    trackers = open_trackers(log)
     run = start(_config(config, overrides), Path(out) if out is not None else None, model, data)
-    return TrainedRun(run.files.path, play(run, observer))
+    return _played(run, observer, trackers)
 
 
 def resume(
@@ -52,9 +56,20 @@ def resume(
     data: Dataset | None = None,
     observer: Observer | None = None,
     from_round: int | None = None,
+    log: Sequence[str | Tracker] = (),
 ) -> TrainedRun:
-    """Resume a run that was stopped, or go back to the checkpoint of a round; pass a model or data of yours again."""
-    return TrainedRun(Path(path), play(reopen(Path(path), model, data, round=from_round), observer))
+    """Resume a run that was stopped, or go back to the checkpoint of a round; pass a model or data of yours again.
+
+    A run remembers no trackers: name them again in `log`, and they go on where they were.
+    """
+    trackers = open_trackers(log)
+    return _played(reopen(Path(path), model, data, round=from_round), observer, trackers)
+
+
+def _played(run: Run, observer: Observer | None, trackers: Sequence[Tracker]) -> TrainedRun:
+    observer = observer or Observer()
+    with Tracking(trackers, observer.note) as tracking:
+        return TrainedRun(run.files.path, play(run, Observers(observer, tracking)))
 
 
 def evaluate(

@@ -48,15 +48,15 @@ def load() -> float:
     return round(os.getloadavg()[0], 2)
 
 
-def describe() -> dict[str, Any]:
-    """Return what a reader must know about the machine to trust or repeat a number."""
+def describe(gpu: bool = True) -> dict[str, Any]:
+    """Return what a reader must know about the machine to trust or repeat a number; a GPU unless it was not used."""
     return {
         "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         "processor": processor(),
         "cores": cores(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "load": load(),
-        **(_gpu() if has_gpu() else dict.fromkeys(("gpu", "gpu_memory_bytes", "cuda", "triton", "tf32"))),
+        **(_gpu() if gpu and has_gpu() else dict.fromkeys(("gpu", "gpu_memory_bytes", "cuda", "triton", "tf32"))),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "fedprophet": __version__,

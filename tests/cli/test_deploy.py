@@ -244,7 +244,7 @@ def run_state(status, run_id=7, out="", details=""):
 def flower(monkeypatch):
     """Flower's own command line takes every run; what it was given is returned."""
     given = []
-    monkeypatch.setattr(launch, "submit", lambda pilot, out, resume, from_round: given.append((out, resume)) or 7)
+    monkeypatch.setattr(launch, "submit", lambda pilot, out, resume, *more: given.append((out, resume)) or 7)
     monkeypatch.setattr(launch, "watch", lambda pilot, run_id: None)
     return given
 
@@ -256,6 +256,13 @@ def test_runs_are_numbered(cli, pilot, serving, flower):
     cli("deploy", "run", "pilot", "--detach")
     cli("deploy", "run", "pilot", "--detach", "--name", "mine")
     assert flower == [(pilot.runs / name, False) for name in ("run-1", "run-2", "mine")]
+
+
+def test_trackers_are_known_before_a_run_is_started(cli, pilot, serving, flower):
+    serving()
+    assert "unknown tracker 'tensorbord'" in cli("deploy", "run", "pilot", "--log", "tensorbord").error
+    assert cli("deploy", "run", "pilot", "--detach", "--log", "tensorboard").code == 0
+    assert len(flower) == 1
 
 
 def test_resume_takes_the_newest_unfinished_run(cli, pilot, serving, flower):
@@ -447,6 +454,8 @@ def test_submit_hands_the_folders_to_flower(pilot, tmp_path, monkeypatch):
     assert variables["FLWR_HOME"] == str(pilot.flower)
     expected = {"config": str(pilot.config), "out": str(pilot.runs / "run-1"), "resume": True, "from-round": 3}
     assert tomllib.loads(settings.read_text()) == expected
+    launch.submit(pilot, pilot.runs / "run-1", resume=True, from_round=3, log=["tensorboard", "mlflow"])
+    assert tomllib.loads(settings.read_text()) == {**expected, "log": "tensorboard mlflow"}
 
 
 def test_what_flower_refuses_is_told(pilot, monkeypatch):

@@ -1,6 +1,7 @@
 """`fedprophet train`: where a run goes, what is printed."""
 
 import json
+import sys
 
 import pytest
 from safetensors import safe_open
@@ -26,7 +27,7 @@ def test_a_run_goes_to_runs_under_the_current_folder(cli, tiny_flags, quick, tmp
     assert sizes[1] in said.out.splitlines()[0]
     assert "round 1/1  eps 0.100  loss " in said.out
     assert "Modules" not in said.out
-    assert said.out.rstrip().endswith("Files: runs/digits-jfat-1")
+    assert "\nFiles: runs/digits-jfat-1\n" in said.out
 
 
 def test_the_table_says_what_a_module_takes_and_reaches(cli, copied, sizes):
@@ -137,3 +138,17 @@ def test_a_run_goes_back_to_the_checkpoint_of_a_round(cli, copied):
     assert (path / "model.safetensors").read_bytes() == model
     assert "there is no checkpoint of round 99" in cli("train", "--resume", "run", "--from-round", 99).error
     assert "--from-round goes with --resume RUN" in cli("train", "--from-round", 1).error
+
+
+def test_rounds_are_logged_where_that_is_asked_for(cli, tiny_flags, quick, tmp_path):
+    said = cli("train", *tiny_flags({**quick, "method": "jfat"}), "--out", "run", "--log", "tensorboard")
+    assert said.code == 0
+    assert "note: TensorBoard: tensorboard --logdir run\n" in said.out
+    assert len(list((tmp_path / "run" / "tensorboard").iterdir())) == 1
+
+
+def test_a_tracker_that_is_not_there_is_refused_before_training(cli, tiny_flags, quick, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    for name, text in {"wandb": "pip install 'fedprophet[wandb]'", "tensorbord": "Did you mean 'tensorboard'?"}.items():
+        assert text in cli("train", *tiny_flags(quick), "--out", "run", "--log", name).error
+    assert not (tmp_path / "run").exists()

@@ -39,12 +39,17 @@ class Terminal:
             if error.errno not in (errno.EIO, errno.EBADF):
                 raise
 
+    @property
+    def text(self):
+        """What was written so far."""
+        return b"".join(self._parts).decode(errors="replace")
+
     def close(self):
         """Return all that was written."""
         os.close(self.theirs)
         self._reader.join(600)
         os.close(self.ours)
-        return b"".join(self._parts).decode()
+        return self.text
 
 
 @pytest.mark.parametrize("columns", [100, 45])

@@ -20,6 +20,7 @@ from fedprophet.config.reference import to_toml
 from fedprophet.data import load
 from fedprophet.deploy import DeployError
 from fedprophet.deploy.keys import REGISTERED, make_key_pair, registered_form
+from fedprophet.display.watch import document
 from fedprophet.errors import CheckpointError, ConfigError, TrainingError
 from fedprophet.flower.engine import engine_of_devices
 from fedprophet.flower.node import answer
@@ -31,6 +32,7 @@ from fedprophet.runs.observer import Observer
 from fedprophet.runs.play import play
 from fedprophet.runs.run import reopen
 from fedprophet.runs.session import assemble
+from fedprophet.runs.watched import WatchedRun
 
 pytestmark = pytest.mark.usefixtures("clock")  # nodes may take as long as they need
 CHANGES = {
@@ -245,6 +247,32 @@ def test_main_prints_rounds(pilot, config, tmp_path, capsys):
     text = capsys.readouterr().out
     assert "round 1/1" in text
     assert f"Files: {out}" in text
+
+
+def test_main_logs_rounds_and_the_run_is_watched(pilot, config, tmp_path):
+    """Real devices have no simulated time, neither in a log nor for one who looks at the folder."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    out = tmp_path / "run"
+    given = {"config": config, "out": str(out), "overrides": "rounds=2", "log": "tensorboard"}
+    main(pilot(), SimpleNamespace(run_config=given))
+    events = EventAccumulator(str(out / "tensorboard"))
+    events.Reload()
+    records = Journal(out / "journal.jsonl").read()
+    sent = [(event.step, event.value) for event in events.Scalars("wire/sent_bytes")]
+    assert sent == [(record["round"], record["wire"]["sent"]) for record in records]
+    assert "time/simulated_seconds" not in events.Tags()["scalars"]
+    look = WatchedRun(out).look()
+    assert (look.state, look.round, look.deployed) == ("finished", 2, True)
+    assert document(look, out)["simulated_seconds"] is None
+
+
+def test_main_refuses_a_tracker_before_anything_is_written(pilot, config, tmp_path):
+    for log, text in {"tensorbord": "unknown tracker 'tensorbord'", 3: "in quotation marks"}.items():
+        with pytest.raises(ConfigError, match=text):
+            main(pilot(), SimpleNamespace(run_config={"config": config, "out": str(tmp_path / "run"), "log": log}))
+    assert not (tmp_path / "run").exists()
 
 
 def test_main_prints_the_error_and_fails(pilot, capsys):

@@ -18,6 +18,8 @@ from fedprophet.display.summary import show_results
 from fedprophet.messages.codec import encode
 from fedprophet.messages.values import EVERY_VERSION
 from fedprophet.report.compare import compare
+from fedprophet.report.document import report_of
+from fedprophet.report.page import page as report_page
 from fedprophet.report.tables import document, page
 from fedprophet.runs import checkpoint
 from fedprophet.runs.play import play
@@ -132,7 +134,10 @@ def test_states_with_right_digests(fuzz: Any, finished: Finished, monkeypatch: p
     fuzz("states", 100, make)
 
 
-@pytest.mark.parametrize("name", ["journal.jsonl", "timings.jsonl", "results.json", "config.toml", "inputs.json"])
+FILES = ("journal.jsonl", "timings.jsonl", "results.json", "config.toml", "inputs.json", "setup.json")
+
+
+@pytest.mark.parametrize("name", FILES)
 def test_other_files(fuzz: Any, finished: Finished, name: str) -> None:
     file = finished.path / name
 
@@ -140,6 +145,7 @@ def test_other_files(fuzz: Any, finished: Finished, name: str) -> None:
         found = compare([finished.path])
         document(found)
         page(found)
+        report_page(report_of([finished.path]))
         if rng.random() < 0.1:
             show_results(play(reopen(finished.path)), finished.path, Console(file=StringIO()))
 

@@ -77,3 +77,49 @@ def write_run(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return write
+
+
+SETUP = {
+    "model": {"name": "vgg-small", "parameters": 12345},
+    "data": {"name": "digits", "shape": [1, 8, 8], "classes": 10, "train": 1437, "test": 360},
+    "budget_bytes": 60,
+    "whole_model_bytes": 200,
+    "modules": [
+        {"index": 1, "atoms": ["a"], "layers": ["Conv 1", "Conv 2"], "memory_bytes": 50},
+        {"index": 2, "atoms": ["b"], "layers": ["Linear 1"], "memory_bytes": 60},
+    ],
+    "machines": [
+        {"round": 1, "processor": "Some Processor", "cores": 2, "memory_bytes": 8 * 10**9, "fedprophet": "0.1.0"}
+    ],
+}
+"""What a run of two modules consists of: 50 and 60 of the 60 bytes that a client has, and 200 in all."""
+CASCADE: Sequence[Mapping[str, Any]] = [
+    {"module": 1, "adversarial_training": False, "epsilon": 0.1, "alpha": None, "assigned": {"0": 1, "3": 2}},
+    {"module": 1, "epsilon": 0.1, "alpha": None, "assigned": {"0": 1}, "clean": 0.6, "adversarial": 0.4, "samples": 9,
+     "fixed": {"module": 1, "round": 2, "clean": 0.6, "adversarial": 0.4}},
+    {"module": 2, "epsilon": 1.5, "alpha": 0.3, "assigned": {"3": 2}, "clean": 0.8, "adversarial": 0.7, "samples": 9},
+    {"module": 2, "epsilon": 2.5, "alpha": 0.5, "assigned": {"7": 2}, "clean": 0.9, "adversarial": 0.5, "samples": 9,
+     "dropped": {"7": "its loss is nan"}, "fixed": {"module": 2, "round": 3, "clean": 0.8, "adversarial": 0.7}},
+]  # fmt: skip
+"""The records of two stages of two rounds; client 3 trains both modules in the first round."""
+CASCADE_COSTS: Sequence[Sequence[Client]] = [
+    [(1, 10, 5, 50), (8, 2, 1, 60)],
+    [(4, 4, 2, 50)],
+    [(3, 1, 2, 60)],
+    [(5, 5, 2, 60)],
+]
+"""The slowest take 11, 8, 4 and 10 s."""
+
+
+@pytest.fixture
+def write_cascade(write_run: Callable[..., Path]) -> Callable[..., Path]:
+    """Return a function that writes the folder of a run of two modules; options as those of `write_run`."""
+
+    def write(name: str, *settings: str, setup: Mapping[str, Any] | None = SETUP, **options: Any) -> Path:
+        options = {"rounds": CASCADE_COSTS, "notes": CASCADE, **options}
+        path = write_run(name, "fedprophet", "population.clients=8", *settings, **options)
+        if setup is not None:
+            (path / "setup.json").write_text(json.dumps(setup))
+        return path
+
+    return write

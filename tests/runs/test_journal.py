@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedprophet.errors import CheckpointError
-from fedprophet.runs.journal import Journal, journal_line
+from fedprophet.runs.journal import Journal, JournalTail, journal_line
 
 
 @pytest.fixture
@@ -184,3 +184,81 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 def test_a_journal_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"cannot read the journal .*Is a directory"):
         Journal(tmp_path).read()
+
+
+def rounds(tail: JournalTail) -> list[int]:
+    return [record["round"] for record in tail.records]
+
+
+def test_a_tail_reads_only_what_is_new(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal, tail = Journal(path), JournalTail(path)
+    assert not tail.look(), "there is no journal yet"
+    for number in range(1, 50):
+        journal.append({"round": number, "text": "x" * 100})
+    assert tail.look()
+    assert rounds(tail) == list(range(1, 50))
+    assert not tail.look()
+    read = []
+    content = JournalTail._content
+    monkeypatch.setattr(JournalTail, "_content", lambda self, first=0: read.append(first) or content(self, first))
+    journal.append({"round": 50})
+    assert tail.look()
+    assert rounds(tail)[-1] == 50
+    assert read == [
+        path.stat().st_size - len(journal_line({"round": 50})) - len(journal_line({"round": 49, "text": "x" * 100}))
+    ]
+
+
+def test_a_tail_waits_for_the_rest_of_a_line(path: Path) -> None:
+    """At any byte; and rubbish in the place of the newest line is no error as long as nothing follows."""
+    path.parent.mkdir()
+    first, second = journal_line({"round": 1}), journal_line({"round": 2, "text": "é"})
+    for cut in range(len(second)):
+        path.write_bytes(first + second[:cut])
+        tail = JournalTail(path)
+        tail.look()
+        assert rounds(tail) == [1]
+        with path.open("ab") as file:
+            file.write(second[cut:])
+        tail.look()
+        assert rounds(tail) == [1, 2]
+    path.write_bytes(first + b"{rubbish\n")
+    tail = JournalTail(path)
+    tail.look()
+    assert rounds(tail) == [1]
+    with path.open("ab") as file:
+        file.write(second)
+    with pytest.raises(CheckpointError, match="line 2 of the journal"):
+        tail.look()
+
+
+def test_a_tail_follows_a_run_that_goes_back(path: Path) -> None:
+    """Its journal is cut, and it plays on: with other rounds, or with the very same ones."""
+    for again in ("other", "same"):
+        path.unlink(missing_ok=True)
+        journal, tail = Journal(path), JournalTail(path)
+        for number in range(1, 9):
+            journal.append({"round": number, "text": "same"})
+        tail.look()
+        journal.truncate(5)
+        tail.look()
+        assert rounds(tail) == [1, 2, 3, 4, 5]
+        journal.append({"round": 6, "text": again})
+        tail.look()
+        journal.truncate(3)
+        for number in range(4, 9):
+            journal.append({"round": number, "text": again})
+        tail.look()
+        assert rounds(tail) == list(range(1, 9))
+        assert {record["text"] for record in tail.records[3:]} == {again}
+
+
+def test_a_forgiving_tail_leaves_damaged_lines_out(path: Path) -> None:
+    path.parent.mkdir()
+    path.write_bytes(b"rubbish\n" + journal_line({"round": 1}) + b"rubbish\n")
+    tail = JournalTail(path, forgiving=True)
+    tail.look()
+    with path.open("ab") as file:
+        file.write(journal_line({"round": 2}))
+    tail.look()
+    assert rounds(tail) == [1, 2]

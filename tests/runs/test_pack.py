@@ -49,6 +49,13 @@ def test_a_run_that_moved_ends_with_the_bytes_of_one_that_stayed(stopped, tmp_pa
     assert contents(unpacked.run) == undisturbed
 
 
+def test_a_run_that_moved_goes_on_in_its_logs(stopped, tmp_path):
+    (stopped / "tracking.json").write_text('{"mlflow": {"run_id": "1"}}')
+    pack(stopped, tmp_path / "parts", PART)
+    unpacked = unpack(tmp_path / "parts", tmp_path / "run")
+    assert (unpacked.run / "tracking.json").read_text() == '{"mlflow": {"run_id": "1"}}'
+
+
 @pytest.mark.parametrize("method", ["fedprophet", "jfat", *(pytest.param(m, marks=SLOW) for m in ("feddf", "fedrbn"))])
 def test_a_run_goes_on_from_any_of_its_rounds(tiny, small, stop, tmp_path, contents, method):
     """Also between a best round and the round that restores it, whose layers the clients must still have then."""

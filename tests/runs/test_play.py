@@ -35,7 +35,8 @@ from fedprophet.storage.locks import folder_lock
 def test_a_run_leaves_its_config_journal_checkpoints_model_and_results(finished):
     names = {str(file.relative_to(finished)) for file in finished.rglob("*") if file.is_file()}
     assert {name for name in names if "/" not in name and not name.startswith(".")} == {
-        "config.toml", "inputs.json", "journal.jsonl", "timings.jsonl", "model.safetensors", "results.json",
+        "config.toml", "inputs.json", "setup.json", "journal.jsonl", "timings.jsonl", "model.safetensors",
+        "results.json",
     }  # fmt: skip
     assert {Path(name).parts[1] for name in names if name.startswith("checkpoints")} == {"round-000003", "round-000004"}
     assert not any("tmp" in name for name in names)

@@ -6,11 +6,13 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from contextlib import contextmanager
 
 import pytest
 
 from fedprophet.storage import locks
-from fedprophet.storage.locks import folder_lock
+from fedprophet.storage.locks import folder_lock, is_locked
 
 HOLD = """
 import runpy, signal, sys
@@ -93,3 +95,73 @@ def test_the_lock_of_a_killed_process_is_gone(tmp_path):
     process.wait()
     with folder_lock(tmp_path, refuse):
         pass
+
+
+def test_looking_takes_nothing(tmp_path):
+    """Neither file nor lock is left, and one who looks is not seen by another."""
+    assert is_locked(tmp_path) is False
+    assert not list(tmp_path.iterdir())
+    with folder_lock(tmp_path):
+        assert is_locked(tmp_path) is True
+        assert held(tmp_path), "it still has it"
+    assert is_locked(tmp_path) is False
+    with looking(tmp_path):
+        assert is_locked(tmp_path) is False
+
+
+@contextmanager
+def looking(folder):
+    """What a look does, for longer."""
+    file = os.open(folder / ".lock", os.O_RDONLY)
+    fcntl.flock(file, fcntl.LOCK_SH)
+    try:
+        yield
+    finally:
+        os.close(file)
+
+
+def test_a_look_in_the_same_moment_refuses_nobody(tmp_path, monkeypatch):
+    """The first try meets a look, which is over before the second."""
+    with folder_lock(tmp_path):
+        pass
+    look = looking(tmp_path)
+    look.__enter__()
+    pause = time.sleep
+
+    def sleep(seconds):
+        look.__exit__(None, None, None)
+        pause(0)
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    with folder_lock(tmp_path, refuse):
+        assert held(tmp_path)
+
+
+def test_looks_beside_a_process_that_takes_the_lock_again_and_again(tmp_path):
+    looks, over = [], threading.Event()
+
+    def look():
+        while not over.is_set():
+            looks.append(is_locked(tmp_path))
+
+    others = [threading.Thread(target=look) for _ in range(2)]
+    for other in others:
+        other.start()
+    for _ in range(50):
+        with folder_lock(tmp_path, refuse):
+            pass
+    over.set()
+    for other in others:
+        other.join()
+    assert looks
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_tells_nothing(tmp_path, monkeypatch, number):
+    (tmp_path / ".lock").touch()
+
+    def flock(file, how):
+        raise OSError(number, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert is_locked(tmp_path) is None

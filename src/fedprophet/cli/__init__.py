@@ -18,9 +18,11 @@ from fedprophet.cli.help_text import use_plain_help
 from fedprophet.cli.latency import latency_command
 from fedprophet.cli.options import AsJson, print_listing
 from fedprophet.cli.partition import partition_command
+from fedprophet.cli.report import report_command
 from fedprophet.cli.runs import runs_app
 from fedprophet.cli.stopping import stopped_once
 from fedprophet.cli.train import train_command
+from fedprophet.cli.watch import watch_command
 from fedprophet.config.choices import engines, methods
 from fedprophet.data import DATASETS
 from fedprophet.errors import FedProphetError, memory_for
@@ -37,9 +39,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("train")(train_command)
+app.command("watch")(watch_command)
 app.command("evaluate")(evaluate_command)
 app.command("export")(export_command)
 app.command("compare")(compare_command)
+app.command("report")(report_command)
 app.command("partition")(partition_command)
 app.command("latency")(latency_command)
 app.command("bench")(bench_command)

@@ -14,16 +14,17 @@ import torch
 import typer
 from rich.console import Console
 
-from fedprophet.cli.options import AsJson, MethodName, Overrides, print_json, with_method
+from fedprophet.cli.options import AsJson, Logs, MethodName, Overrides, print_json, with_method
 from fedprophet.config.load import load_config
 from fedprophet.deploy import DeployError, environment, require_flower
 from fedprophet.deploy.probe import machine_resources
 from fedprophet.display.numbers import counted
-from fedprophet.display.summary import show_results
+from fedprophet.display.summary import show_finished
 from fedprophet.display.tables import Column, Page, Table, show
 from fedprophet.errors import ConfigError
-from fedprophet.runs.files import RunFiles, read_results
+from fedprophet.runs.files import RunFiles
 from fedprophet.sizes import format_count, format_size
+from fedprophet.tracking import open_trackers
 
 if TYPE_CHECKING:
     from fedprophet.deploy.control import Control, RunState
@@ -234,6 +235,7 @@ def run(
     name: Annotated[
         str | None, typer.Option(help="The run's folder in DIR/runs. Default: a new one, or the last unfinished one.")
     ] = None,
+    log: Logs = None,
     detach: Annotated[bool, typer.Option("--detach", help="Do not wait for the end.")] = False,
 ) -> None:
     """Start a run, on the server's machine, and show its output. Ctrl-C stops the output; the run continues.
@@ -243,8 +245,11 @@ def run(
       fedprophet deploy run pilot
 
       fedprophet deploy run pilot --resume    (after the server went down)
+
+      fedprophet deploy run pilot --log tensorboard
     """
     pilot = _pilot(folder)
+    open_trackers(log or ())  # the server, on this machine, opens its own
     from fedprophet.deploy import launch
     from fedprophet.deploy.control import connected
     from fedprophet.deploy.pilot import check_names
@@ -257,7 +262,7 @@ def run(
         for other in launch.unfinished_runs(control):
             text = f"Wait for its end, or end it: fedprophet deploy stop {pilot.path}"
             raise ConfigError(f"run {other.run_id} is still running in {other.out}. {text}")
-    run_id = launch.submit(pilot, out, resume, from_round)
+    run_id = launch.submit(pilot, out, resume, from_round, log or ())
     typer.echo(f"Run {run_id} writes to {out}", err=True)
     if not detach:
         _follow(pilot, run_id, out)
@@ -293,8 +298,7 @@ def _follow(pilot: "Pilot", run_id: int, out: Path) -> None:
 
 def _conclude(run: "RunState", out: Path, pilot: "Pilot") -> None:
     if run.status == "finished:completed" and RunFiles(out).results.exists():
-        # The devices are real: there is no simulated time.
-        show_results({**read_results(out), "simulated": None}, out, Console())
+        show_finished(out, Console())
         return
     command = f"fedprophet deploy run {shlex.quote(str(pilot.path))}"
     text = f"Start it again: {command}"

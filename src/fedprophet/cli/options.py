@@ -18,12 +18,17 @@ from fedprophet.errors import ConfigError, unknown
 from fedprophet.models import MODELS, build
 from fedprophet.sizes import parse_shape
 from fedprophet.storage.files import make_folder
+from fedprophet.tracking import TRACKERS
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one key; may be repeated.")
 ]
 MethodName = Annotated[str | None, typer.Option(help="Short for --set method=…; fedprophet methods lists them.")]
+Logs = Annotated[
+    list[str] | None,
+    typer.Option("--log", metavar="TRACKER", help=f"Log each round to {', '.join(TRACKERS)}; may be repeated."),
+]
 ModelName = Annotated[str, typer.Argument(help=f"One of {', '.join(MODELS)}.")]
 InputShape = Annotated[str, typer.Option("--input", help="Shape of one input.")]
 Classes = Annotated[int, typer.Option(help="Number of classes.", min=2, max=10**6)]

@@ -6,14 +6,18 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from fedprophet.cli.options import MethodName, Overrides, print_json, with_method
+from fedprophet.cli.options import Logs, MethodName, Overrides, print_json, with_method
 from fedprophet.config.choices import engines
 from fedprophet.config.load import load_config
 from fedprophet.display.progress import observer_for
 from fedprophet.display.summary import show_results
-from fedprophet.errors import ConfigError
+from fedprophet.errors import ConfigError, FedProphetError
+from fedprophet.report.document import report_of
+from fedprophet.report.page import write_page
+from fedprophet.runs.observer import Observers
 from fedprophet.runs.play import play
 from fedprophet.runs.run import Run, reopen, start
+from fedprophet.tracking import Tracking, open_trackers
 
 
 def train_command(
@@ -26,6 +30,7 @@ def train_command(
     from_round: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="With --resume: go back to the checkpoint of round N.")
     ] = None,
+    log: Logs = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the closing summary as JSON.")] = False,
 ) -> None:
     """Train a robust model on a fleet of clients with little memory.
@@ -43,14 +48,29 @@ def train_command(
       fedprophet train cifar10-balanced-small --method heterofl
 
       fedprophet train digits --engine flower-sim
+
+      fedprophet train digits --log tensorboard
     """
+    trackers = open_trackers(log or ())
     run = _open(preset, with_method(settings, method=method, engine=engine), out, resume, from_round)
-    with observer_for(Console(stderr=json_)) as observer:
-        results = play(run, observer)
+    with observer_for(Console(stderr=json_)) as display, Tracking(trackers, display.note) as tracking:
+        results = play(run, Observers(display, tracking))
     if json_:
         print_json(results)
     else:
         show_results(results, run.files.path, Console())
+    _make_report(run, quietly=json_)
+
+
+def _make_report(run: Run, quietly: bool) -> None:
+    """Make a page of the finished run, which is whole without it, and say where it is."""
+    try:
+        write_page(report_of([run.files.path]), run.files.report)
+    except (FedProphetError, OSError) as error:
+        typer.echo(f"note: no report was made: {error}", err=True)
+        return
+    if not quietly:
+        typer.echo(f"Report: {run.files.report}")
 
 
 def _open(
@@ -63,6 +83,6 @@ def _open(
     if preset is not None or overrides or out is not None:
         raise ConfigError(
             "--resume continues a run exactly as it was started: leave out the preset and all other options but "
-            "--from-round and --json"
+            "--from-round, --log and --json"
         )
     return reopen(resume, round=from_round)

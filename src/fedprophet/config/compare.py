@@ -13,7 +13,7 @@ def differences(
     here: Config | Mapping[str, Any], there: Config | Mapping[str, Any], apart_from: Collection[str] = ()
 ) -> list[str]:
     """Return "key: here X, there Y" for every key whose values differ, `apart_from` some."""
-    ours, theirs = dict(_flat(here)), dict(_flat(there))
+    ours, theirs = ({key: shown(value) for key, value in flat(table)} for table in (here, there))
     return [
         f"{key}: here {ours.get(key, 'not set')}, there {theirs.get(key, 'not set')}"
         for key in dict.fromkeys((*ours, *theirs))
@@ -26,9 +26,10 @@ def completed(stored: Mapping[str, Any]) -> dict[str, Any]:
     return merged(Config().model_dump(), with_new_names(stored))
 
 
-def _flat(table: Config | Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def flat(table: Config | Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every key of a configuration, such as `train.batch`, with its value."""
     for name, value in (table.model_dump() if isinstance(table, Config) else table).items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from flat(value, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}", shown(value)
+            yield f"{prefix}{name}", value

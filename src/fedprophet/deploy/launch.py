@@ -3,6 +3,7 @@
 import json
 import subprocess
 import time
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 
@@ -57,7 +58,7 @@ def unfinished_runs(control: Control) -> list[RunState]:
     return [run for run in control.runs() if not run.over]
 
 
-def submit(pilot: Pilot, out: Path, resume: bool, from_round: int | None = None) -> int:
+def submit(pilot: Pilot, out: Path, resume: bool, from_round: int | None = None, log: Sequence[str] = ()) -> int:
     """Give a run to the server; return its number there. A run is resumed from its newest checkpoint by default."""
     write_connection(pilot)
     settings = pilot.path / "server" / "run.toml"
@@ -66,6 +67,7 @@ def submit(pilot: Pilot, out: Path, resume: bool, from_round: int | None = None)
         "out": str(out),
         "resume": resume,
         "from-round": from_round or 0,
+        **({"log": " ".join(log)} if log else {}),  # the app of a pilot that was made earlier does not have it
     }
     write_atomic(settings, tomlkit.dumps(table).encode())
     command = ["flwr", "run", str(pilot.path / "app"), CONNECTION, "--run-config", str(settings), "--format", "json"]

@@ -17,6 +17,7 @@ from fedprophet.methods.registry import METHODS
 from fedprophet.runs.files import RunFiles
 from fedprophet.runs.journal import Journal
 from fedprophet.runs.observer import Observer
+from fedprophet.runs.outline import Outline, outline_of
 from fedprophet.runs.session import Session
 from fedprophet.server.coordinator import Record
 from fedprophet.sizes import format_size
@@ -40,59 +41,61 @@ ACCURACIES = ("clean", "PGD")
 # A round -------------------------------------------------------------------------------------------------------------
 
 
-class _RunProgress:
+class RunProgress:
     """How far a run is, and the time left at most: a stage may converge early."""
 
-    def __init__(self, session: Session, path: Path, round: int) -> None:
-        self.session = session
-        self.total = len(session.world.modules) * session.config.rounds + session.world.refreshes
+    def __init__(self, outline: Outline) -> None:
+        self.outline = outline
         self.done = 0
         self._seconds: list[float] = []
+
+    def round_done(self, record: Record, seconds: float | None) -> None:
+        """Count a round; None: how long it took is not known."""
         # Stages that converged early had fewer rounds than the bar gives them, so a round's number is not its place.
-        for record in Journal(RunFiles(path).journal).read() if round else ():
-            if record["round"] == round:
-                self._place(record)
-
-    def round_done(self, record: Record, seconds: float) -> None:
-        self._seconds.append(seconds)
-        self._place(record)
-
-    def _place(self, record: Record) -> None:
-        rounds = self.session.config.rounds
-        if "refresh" in record:
-            self.done = self.total
-            return
-        before = (record.get("module", 1) - 1) * rounds
-        self.done = before + (rounds if "fixed" in record else record.get("stage_round", record["round"]))
+        self.done = self.outline.place(record)
+        if seconds is not None:
+            self._seconds.append(seconds)
 
     @property
-    def left(self) -> str:
-        """The time left at most, from the mean of the last rounds; "" while there is none to go by.
+    def pace(self) -> float | None:
+        """The mean of the last rounds' seconds; None while there is none to go by.
 
         The first round of a process does not count: caches are empty, and kernels are not compiled.
         """
         recent = self._seconds[1:][-10:]
-        if not recent:
-            return ""
-        return f"at most about {clock(math.ceil((self.total - self.done) * sum(recent) / len(recent)))} left"
+        return sum(recent) / len(recent) if recent else None
+
+    @property
+    def seconds_left(self) -> int | None:
+        """The seconds left at most; None while they cannot be told."""
+        if self.pace is None or self.outline.total is None:
+            return None
+        return math.ceil((self.outline.total - self.done) * self.pace)
+
+    @property
+    def left(self) -> str:
+        """The time left at most, in words; "" while it cannot be told."""
+        return "" if self.seconds_left is None else f"at most about {clock(self.seconds_left)} left"
 
 
-def _facts(record: Record, session: Session) -> dict[str, str]:
+def facts_of(record: Record, outline: Outline) -> dict[str, str]:
     """Return what a person wants to know of a round, in the order it is shown."""
     if "refresh" in record:
         found = f"measured anew on {record['refresh']} images" if record["refreshed"] else "not measured: as they were"
         return {"round": str(record["round"]), "norm statistics": found}
-    facts = {"round": f"{record['round']}/{session.config.rounds}"}
+    rounds = outline.config.rounds
+    facts = {"round": f"{record['round']}/{rounds}"}
     if "module" in record:
-        facts = {"round": str(record["round"]), "module": f"{record['module']}/{len(session.world.modules)}"}
-        facts["of stage"] = f"{record['stage_round']}/{session.config.rounds}"
-    facts["eps"] = f"{record['epsilon']:.3f}" if record["adversarial_training"] else "warm-up"
+        of = "" if outline.modules is None else f"/{outline.modules}"
+        facts = {"round": str(record["round"]), "module": f"{record['module']}{of}"}
+        facts["of stage"] = f"{record['stage_round']}/{rounds}"
+    facts["eps"] = f"{float(record['epsilon']):.3f}" if record["adversarial_training"] else "warm-up"
     if record.get("alpha") is not None:
         facts["alpha"] = f"{record['alpha']:.2f}"
-    shown = METHODS[session.config.method].method.shown
+    shown = METHODS[outline.config.method].method.shown
     if shown is not None:
         facts[shown.label] = shown.text(record)
-    facts["loss"] = NONE if record["loss"] is None else f"{record['loss']:.3f}"
+    facts["loss"] = NONE if record["loss"] is None else f"{float(record['loss']):.3f}"
     if "samples" in record:
         # Without a held-out sample there is no accuracy, not one of zero.
         reached = (record["clean"], record["adversarial"]) if record["samples"] else (None, None)
@@ -100,7 +103,15 @@ def _facts(record: Record, session: Session) -> dict[str, str]:
     return facts
 
 
-def _events(record: Record) -> Iterator[str]:
+def lines_of(record: Record, seconds: float | None, progress: RunProgress) -> Iterator[str]:
+    """Yield a round as plain lines: its facts and the time, then what was unusual."""
+    facts = "  ".join(f"{name} {value}" for name, value in facts_of(record, progress.outline).items())
+    took = ", ".join(filter(None, ("" if seconds is None else format_duration(seconds), progress.left)))
+    yield f"{facts}  ({took})" if took else facts
+    yield from events_of(record)
+
+
+def events_of(record: Record) -> Iterator[str]:
     """Yield what was unusual in a round, and a module that was fixed in it."""
     yield from (f"round {record['round']}: {text}" for text in _troubles(record))
     if "fixed" in record:
@@ -136,14 +147,21 @@ def _clients(clients: Sequence[int]) -> str:
     return f"client{'s' if len(clients) > 1 else ''} {shown}"
 
 
-def _headline(session: Session, path: Path, round: int) -> str:
-    config, world = session.config, session.world
-    budget, whole, modules = format_size(session.budget), format_size(world.cost.total_memory), len(world.modules)
-    cut = f"in {modules} modules of at most {budget} (whole model {whole})"
-    what = f"{config.method} on {session.dataset.name}: {config.model.name} "
-    what += cut if modules > 1 else f"(whole model {whole}; every client has at least {budget} available)"
+def headline(outline: Outline, path: Path, round: int = 0) -> str:
+    """Return what a run is and where, and the round that it goes on after."""
+    config = outline.config
+    what = f"{config.method} on {outline.dataset}: {config.model.name}{_cut(outline)}"
     what += f", {config.population.cohort} of {config.population.clients} clients a round"
     return what + (f"; going on after round {round}" if round else "") + f"\nrun: {path}"
+
+
+def _cut(outline: Outline) -> str:
+    if outline.modules is None or outline.budget is None or outline.whole is None:
+        return ""
+    budget, whole = format_size(outline.budget), format_size(outline.whole)
+    if outline.modules > 1:
+        return f" in {outline.modules} modules of at most {budget} (whole model {whole})"
+    return f" (whole model {whole}; every client has at least {budget} available)"
 
 
 # The displays --------------------------------------------------------------------------------------------------------
@@ -157,7 +175,7 @@ def observer_for(console: Console) -> "PlainLines":
 class PlainLines(Observer):
     """One line for each round; quiet in between."""
 
-    _progress: _RunProgress
+    _progress: RunProgress
     _soft_wrap = True
 
     def __init__(self, console: Console) -> None:
@@ -170,17 +188,19 @@ class PlainLines(Observer):
         """Nothing is left to clean up."""
 
     def started(self, session: Session, path: Path, round: int) -> None:
-        self._progress = _RunProgress(session, path, round)
-        self._print(_headline(session, path, round))
+        outline = outline_of(session)
+        self._progress = RunProgress(outline)
+        for record in Journal(RunFiles(path).journal).read() if round else ():
+            if record["round"] == round:
+                self._progress.round_done(record, None)
+        self._print(headline(outline, path, round))
 
     def note(self, text: str) -> None:
         self._print(f"note: {text}")
 
     def round_done(self, record: Record, seconds: float) -> None:
         self._progress.round_done(record, seconds)
-        facts = "  ".join(f"{name} {value}" for name, value in _facts(record, self._progress.session).items())
-        self._print(f"{facts}  ({', '.join(filter(None, (format_duration(seconds), self._progress.left)))})")
-        for line in _events(record):
+        for line in lines_of(record, seconds, self._progress):
             self._print(line)
 
     def finishing(self) -> None:
@@ -213,7 +233,7 @@ class LiveDisplay(PlainLines):
 
     def started(self, session: Session, path: Path, round: int) -> None:
         super().started(session, path, round)
-        self._bar.update(self._task, total=self._progress.total, completed=self._progress.done)
+        self._bar.update(self._task, total=self._progress.outline.total, completed=self._progress.done)
 
     def task_done(self, kind: str, done: int, total: int) -> None:
         """Show the work at hand; redraws are rationed, because tasks can be very short."""
@@ -224,16 +244,16 @@ class LiveDisplay(PlainLines):
     def round_done(self, record: Record, seconds: float) -> None:
         """Show the round's facts; the accuracies of an evaluation stay until the next one."""
         self._progress.round_done(record, seconds)
-        facts = _facts(record, self._progress.session)
+        facts = facts_of(record, self._progress.outline)
         reached = {name: self._facts[name] for name in ACCURACIES if name in self._facts and name not in facts}
         self._facts = facts | reached
-        for line in _events(record):
+        for line in events_of(record):
             self._print(line)
         self._bar.update(self._task, completed=self._progress.done, description=self._progress.left)
         self._draw()
 
     def finishing(self) -> None:
-        self._bar.update(self._task, completed=self._progress.total, description="evaluating the trained model")
+        self._bar.update(self._task, completed=self._progress.outline.total, description="evaluating the trained model")
         self._draw()
 
     def _draw(self) -> None:

@@ -12,8 +12,9 @@ from fedprophet.display.numbers import NONE, percent
 from fedprophet.display.tables import Column, Page, Table, say, show
 from fedprophet.durations import format_duration
 from fedprophet.runs.engine_history import engines_text, spans_of
-from fedprophet.runs.files import RunFiles, damaged
+from fedprophet.runs.files import RunFiles, damaged, read_results
 from fedprophet.sizes import format_size
+from fedprophet.storage.files import is_deployed
 
 MEASURED_ON = {
     "personalised": "on each client's own held-out data",
@@ -31,6 +32,12 @@ def show_results(results: Mapping[str, Any], path: Path, console: Console) -> No
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise damaged(RunFiles(path).results) from error
     say(console, f"Files: {path}")
+
+
+def show_finished(path: Path, console: Console) -> None:
+    """Print what the finished run in a folder reached and took; real devices have no simulated time."""
+    results = read_results(path)
+    show_results({**results, "simulated": None} if is_deployed(path) else results, path, console)
 
 
 def accuracy_page(results: Mapping[str, Any], remarks: Iterable[str] = ()) -> Page:

@@ -1,8 +1,8 @@
 """The ServerApp: a run on the nodes that Flower connects, simulated or real.
 
 The run config says which run: `config` (a preset or the path of a TOML file on the server), `overrides` (KEY=VALUE,
-separated by blanks), `out` (the run's folder), `resume` (true: go on with the run in that folder) and `from-round` (the
-checkpoint to go on from; 0 is the newest).
+separated by blanks), `out` (the run's folder), `resume` (true: go on with the run in that folder), `from-round` (the
+checkpoint to go on from; 0 is the newest) and `log` (trackers, separated by blanks).
 """
 
 import logging
@@ -28,10 +28,12 @@ from fedprophet.errors import ConfigError, FedProphetError
 from fedprophet.flower.engine import engine_of_devices, engine_of_simulation
 from fedprophet.flower.node_registry import KeyedClients
 from fedprophet.flower.offline import expect_startable_python, stay_offline
+from fedprophet.runs.observer import Observers
 from fedprophet.runs.play import play
 from fedprophet.runs.run import Run, reopen, start
 from fedprophet.server.coordinator import Engine
 from fedprophet.threads import ONE_THREAD
+from fedprophet.tracking import Tracking, open_trackers
 
 SECONDS_TO_START = 60.0
 SECONDS_TO_REGISTER = 2.0
@@ -51,9 +53,10 @@ def main(grid: Grid, context: Context) -> None:
     threads: AbstractContextManager[None] = ONE_THREAD if simulated else nullcontext()
     console = Console(soft_wrap=True)
     try:
-        with threads, PlainLines(console) as observer:
+        trackers = open_trackers(text_of(context.run_config, "log").split())
+        with threads, PlainLines(console) as display, Tracking(trackers, display.note) as tracking:
             run = open_run(context.run_config, engine_on(grid, simulated), simulated)
-            play(run, observer)
+            play(run, Observers(display, tracking))
             console.print(f"Files: {run.files.path}", highlight=False, markup=False)
     except FedProphetError as error:
         console.print(f"error: {error}", highlight=False, markup=False)
@@ -62,10 +65,7 @@ def main(grid: Grid, context: Context) -> None:
 
 def open_run(given: Mapping[str, Any], engine: EngineMaker, simulated: bool) -> Run:
     """Start the run that a run config describes, or open it again."""
-    text = {key: given.get(key, "") for key in ("config", "overrides", "out")}
-    for key, value in text.items():
-        if not isinstance(value, str):
-            raise ConfigError(f"the run config has {key} = {value!r}. Allowed: a text, in quotation marks")
+    text = {key: text_of(given, key) for key in ("config", "overrides", "out")}
     resume = given.get("resume", False)
     if not isinstance(resume, bool):
         raise ConfigError(f"the run config has resume = {resume!r}. Allowed: true or false")
@@ -87,6 +87,14 @@ def open_run(given: Mapping[str, Any], engine: EngineMaker, simulated: bool) -> 
     # The server's own work runs on the plain engine. A simulated run can go on without `flwr run`.
     config = config.model_copy(update={"engine": "flower-sim" if simulated else "plain"})
     return start(config, out, engine=engine)
+
+
+def text_of(given: Mapping[str, Any], key: str) -> str:
+    """Return a text of a run config; empty if it has none."""
+    value = given.get(key, "")
+    if not isinstance(value, str):
+        raise ConfigError(f"the run config has {key} = {value!r}. Allowed: a text, in quotation marks")
+    return value
 
 
 def engine_on(grid: Grid, simulated: bool) -> EngineMaker:

@@ -176,7 +176,7 @@ class Comparison:
 
 def compare(paths: Sequence[Path]) -> Comparison:
     """Return the comparison of the runs in these folders."""
-    once, notes = _each_once(paths)
+    once, notes = each_once(paths)
     runs, more = _one_for_each_seed([read_run(path) for path in once])
     groups = _grouped(runs, lambda run: tuple(sorted(_setting(run).items())))
     titles = [_title(group[0]) for group in groups]
@@ -192,7 +192,7 @@ def compare(paths: Sequence[Path]) -> Comparison:
 # Which runs count ----------------------------------------------------------------------------------------------------
 
 
-def _each_once(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
+def each_once(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
     first: dict[Path, Path] = {}
     notes = []
     for path in paths:

@@ -1,7 +1,7 @@
 """What a run's folder says about the run: its accuracies, its memory and its simulated time."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -30,6 +30,7 @@ RESTORE = "Restore the file, or leave this run out"
 Share = Annotated[float, Field(ge=0, le=1)]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 T = TypeVar("T")
 
 
@@ -39,7 +40,7 @@ class MeasuredAccuracy:
 
     accuracy: Share
     samples: Count
-    interval: tuple[float, float] | None = None
+    interval: tuple[Finite, Finite] | None = None
     precision: str | None = None
 
 
@@ -131,6 +132,58 @@ class RunSummary:
 
 
 @dataclass(frozen=True)
+class Module:
+    """A module of the cascade: its layers, and what its training takes."""
+
+    index: Count
+    layers: list[str]
+    memory_bytes: Count
+
+
+@dataclass(frozen=True)
+class ModelSetup:
+    """The model that was trained."""
+
+    name: str
+    parameters: Count
+
+
+@dataclass(frozen=True)
+class DataSetup:
+    """The data that a model was trained on."""
+
+    name: str
+    shape: list[Count]
+    classes: Count
+    train: Count
+    test: Count
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a run consists of and the machines it was played on, as far as its folder says; see `runs.setup`."""
+
+    modules: list[Module] = field(default_factory=list)
+    budget_bytes: Count = 0
+    whole_model_bytes: Count = 0
+    model: ModelSetup | None = None
+    data: DataSetup | None = None
+    machines: list[dict[str, Any]] = field(default_factory=list)
+    starting_weights: str | None = None
+
+
+@dataclass(frozen=True)
+class ReadFolder:
+    """A run's folder as it was read: the run, the records of its journal if that is sound, and what it consists of."""
+
+    summary: RunSummary
+    records: Sequence[Record]
+    setup: Setup
+    seconds: float | None
+    """What its rounds took on the clock; None if a round's time is not known."""
+
+
+@dataclass(frozen=True)
 class _ClientCost:
     """What the journal records of a client in a round. Journals of earlier versions have no memory."""
 
@@ -184,6 +237,11 @@ class _Inputs:
 
 def read_run(path: Path) -> RunSummary:
     """Return what a run's folder holds; raise CheckpointError if it is not a run or a file is damaged."""
+    return read_folder(path).summary
+
+
+def read_folder(path: Path) -> ReadFolder:
+    """Return what a run's folder holds, with the records of its rounds; raise CheckpointError as `read_run` does."""
     files = RunFiles(path)
     if not files.config.is_file():
         raise CheckpointError(
@@ -203,14 +261,16 @@ def read_run(path: Path) -> RunSummary:
     deployed = is_deployed(path)
     costs = _costs(records, files.journal)
     for record in records:
-        _of_record(_FAULTS, record, record, files.journal)
+        of_record(_FAULTS, record, record, files.journal)
     if len(records) != results.rounds or costs is None:
         complete = len(records) == results.rounds
         what = "does not hold them" if complete else f"has {len(records)} of its {results.rounds} rounds"
         what = "was cut or altered" if sound is None else what
         notes.append(f"{'memory is' if deployed else 'time and memory are'} not known: its journal {what}")
         costs = None
-    return RunSummary(
+    timings = _timings(files.timings)
+    setup, more = _setup(files)
+    summary = RunSummary(
         path=path,
         config=config,
         rounds=results.rounds,
@@ -228,9 +288,23 @@ def read_run(path: Path) -> RunSummary:
         norm_layers=results.norm_layers,
         public_samples=results.public_samples,
         dataset=inputs.dataset,
-        engines=_engines(files.timings),
-        notes=tuple(notes),
+        engines=spans(timings),
+        notes=(*notes, *more),
     )
+    return ReadFolder(summary, records, setup, _seconds(timings, results.rounds))
+
+
+def _setup(files: RunFiles) -> tuple[Setup, list[str]]:
+    """Return what a run consists of, and the notes on it; runs of earlier versions say it in their results."""
+    notes = []
+    begun = None
+    try:
+        begun = _read(files.setup, Setup, "It is written again when the run is resumed")
+    except CheckpointError as error:
+        notes.append(str(error))
+    ended = _read(files.results, Setup, RESTORE)
+    setup = begun or ended or Setup()
+    return replace(setup, starting_weights=ended.starting_weights if ended else None), notes
 
 
 def _sound_records(files: RunFiles, config: Config) -> list[dict[str, Any]] | None:
@@ -241,12 +315,19 @@ def _sound_records(files: RunFiles, config: Config) -> list[dict[str, Any]] | No
     return records if known is None or journal.begins_with(known.journal) else None
 
 
-def _engines(timings: Path) -> tuple[EngineSpan, ...]:
-    """Return which engines a run used; none if the file is damaged, for no result depends on it."""
+def _timings(timings: Path) -> list[dict[str, Any]]:
+    """Return the lines of timings.jsonl; none if the file is damaged, for no result depends on it."""
     try:
-        return spans(Journal(timings).read())
+        return Journal(timings).read()
     except CheckpointError:
-        return ()
+        return []
+
+
+def _seconds(timings: Sequence[Mapping[str, Any]], rounds: int) -> float | None:
+    """Return what all rounds took; earlier versions timed the rounds alone, without journal and checkpoints."""
+    spent = [line.get("total_seconds", line.get("seconds")) for line in timings]
+    known = [float(each) for each in spent if isinstance(each, int | float)]
+    return sum(known) if rounds and len(known) == rounds else None
 
 
 def _read(file: Path, kind: type[T], advice: str) -> T | None:
@@ -285,23 +366,23 @@ def _last_evaluated(records: Sequence[Record], journal: Path) -> Reached | None:
     """Return the latest evaluation of a run that has not finished."""
     for record in reversed(records):
         if record.get("samples"):
-            return _of_record(TypeAdapter(Reached), record, record, journal)
+            return of_record(TypeAdapter(Reached), record, record, journal)
     return None
 
 
 # Time and memory -----------------------------------------------------------------------------------------------------
 
-_COSTS, _FAULTS = TypeAdapter(dict[str, _ClientCost]), TypeAdapter(_Faults)
+_COSTS, _FAULTS, _WIRE = TypeAdapter(dict[str, _ClientCost]), TypeAdapter(_Faults), TypeAdapter(Wire)
 
 
 def _costs(records: Sequence[Record], journal: Path) -> list[list[_ClientCost]] | None:
     """Return the clients' costs in each round; None if a round has none."""
     if not all("times" in record for record in records):
         return None
-    return [list(_of_record(_COSTS, record["times"], record, journal).values()) for record in records]
+    return [list(of_record(_COSTS, record["times"], record, journal).values()) for record in records]
 
 
-def _of_record(kind: TypeAdapter[T], value: object, record: Record, journal: Path) -> T:
+def of_record(kind: TypeAdapter[T], value: object, record: Record, journal: Path) -> T:
     where = f"round {record['round']} of the journal {journal} is damaged"
     return _checked(lambda: kind.validate_python(value), where, RESTORE)
 
@@ -321,7 +402,7 @@ def _memory(records: Sequence[Record]) -> Memory | None:
 def _wire(records: Sequence[Record], journal: Path) -> Wire | None:
     for record in records:
         if "wire" in record:
-            _of_record(TypeAdapter(Wire), record["wire"], record, journal)
+            of_record(_WIRE, record["wire"], record, journal)
     found = moved_bytes(records)
     return Wire(**found) if found else None
 

@@ -18,10 +18,14 @@ class RunFiles:
         """The resolved configuration."""
         self.inputs = path / "inputs.json"
         """Fingerprints of the data and the model that the run was started with."""
+        self.setup = path / "setup.json"
+        """What the run consists of, and the machines it was played on; no result depends on it."""
         self.journal = path / "journal.jsonl"
         """One JSON line for each round; the same configuration gives the same bytes."""
         self.timings = path / "timings.jsonl"
         """Wall-clock seconds of each round, and the engine that it ran on."""
+        self.tracking = path / "tracking.json"
+        """The ids under which trackers go on with their logs of the run; without `--log` there is none."""
         self.checkpoints = path / "checkpoints"
         """The newest states of the server."""
         self.flower = path / IDENTITY
@@ -32,6 +36,8 @@ class RunFiles:
         """The trained model."""
         self.results = path / "results.json"
         """The closing summary."""
+        self.report = path / "report.html"
+        """The page that `fedprophet train` makes of a finished run."""
 
 
 def read_results(path: Path) -> Mapping[str, Any]:

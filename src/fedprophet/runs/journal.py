@@ -77,16 +77,23 @@ class Journal:
         self._bytes += len(data)
         self._marks[round] = Mark(self._bytes, self._hasher.hexdigest())
 
-    def _content(self) -> bytes:
+    def _content(self, first: int = 0) -> bytes:
+        """Return what the file holds, from a byte on."""
         try:
-            return self._path.read_bytes()
+            with self._path.open("rb") as file:
+                file.seek(first)
+                return file.read()
         except FileNotFoundError:
             return b""
         except OSError as error:
             raise CheckpointError(f"cannot read the journal {self._path}: {error.strerror}") from error
 
     def _lines(self) -> list[tuple[bytes, dict[str, Any]]]:
-        lines = self._content().split(b"\n")[:-1]
+        return self._parsed(self._content())
+
+    def _parsed(self, content: bytes, before: int = 0) -> list[tuple[bytes, dict[str, Any]]]:
+        """Return whole lines and their records; `before` lines came before them."""
+        lines = content.split(b"\n")[:-1]
         pairs = []
         for number, line in enumerate(lines, start=1):
             record = _decode(line)
@@ -94,9 +101,38 @@ class Journal:
                 pairs.append((line + b"\n", record))
             elif number < len(lines) and not self._forgiving:
                 raise CheckpointError(
-                    f"line {number} of the journal {self._path} is damaged: it is not a round's record"
+                    f"line {before + number} of the journal {self._path} is damaged: it is not a round's record"
                 )
         return pairs
+
+
+class JournalTail(Journal):
+    """A journal that another process writes: each look reads only what is new. A line that is half written waits."""
+
+    def __init__(self, path: Path, forgiving: bool = False) -> None:
+        super().__init__(path, forgiving)
+        self.records: list[dict[str, Any]] = []
+        self._known: tuple[int, ...] | None = None
+        self._end, self._last = 0, b""
+
+    def look(self) -> bool:
+        """Bring `records` up to date; return whether the file has changed. Rounds that it no longer has are dropped."""
+        status = self._path.stat() if self._path.exists() else None
+        found = (status.st_ino, status.st_size, status.st_mtime_ns) if status else None
+        if found == self._known:
+            return False
+        self._known = found
+        content = self._content(self._end - len(self._last))
+        if not content.startswith(self._last):  # the run went back, and its journal was cut
+            self.records, self._end, self._last = [], 0, b""
+            content = self._content()
+        news = content.removeprefix(self._last)
+        pairs = self._parsed(news, len(self.records))
+        if pairs:
+            self.records += [record for _, record in pairs]
+            self._last = pairs[-1][0]
+            self._end += news.rindex(self._last) + len(self._last)
+        return True
 
 
 def timings_of(files: RunFiles) -> Journal:

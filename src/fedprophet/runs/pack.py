@@ -157,7 +157,7 @@ def _too_large(size: int, most: int, best: int | None) -> ConfigError:
 
 def _contents(files: RunFiles, layers: ClientStore, loaded: Loaded[Raw]) -> Iterator[_File]:
     """Yield all that a resume from the checkpoint needs."""
-    for file in (files.config, files.inputs, files.flower):
+    for file in (files.config, files.inputs, files.setup, files.tracking, files.flower):
         if file.exists():
             yield _File(file.name, file.read_bytes(), "text")
     marks = (loaded.folder.journal, loaded.folder.timings) if loaded.folder else (None, None)

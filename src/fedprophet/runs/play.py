@@ -18,6 +18,7 @@ from fedprophet.runs.folder import FolderContents, read_identity
 from fedprophet.runs.journal import Journal, timings_of
 from fedprophet.runs.observer import Observer
 from fedprophet.runs.run import Run, RunStoppedError, checkpoints_of
+from fedprophet.runs.setup import note_setup
 from fedprophet.runs.summary import closing_summary, faulty_clients
 from fedprophet.server.coordinator import Record, play_round
 from fedprophet.storage.beside import Beside
@@ -45,7 +46,9 @@ def play(run: Run, observer: Observer | None = None) -> Mapping[str, Any]:
         if not is_finished(run.files) or _model_is_another(run.files, observer):
             observer.finishing()
             _finish(replace(run, state=state), observer)
-    return read_results(path)
+    results = read_results(path)
+    observer.finished(results)
+    return results
 
 
 def _check_inputs(run: Run) -> Mapping[str, str]:
@@ -91,6 +94,7 @@ def _play_rounds(run: Run, keeper: "_Keeper", observer: Observer) -> MethodState
     state = run.state
     if not method.finished(state):
         keeper.forget_results()
+        note_setup(run)
     try:
         while not method.finished(state):
             began = time.monotonic()

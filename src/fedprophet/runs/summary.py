@@ -11,7 +11,7 @@ from fedprophet.runs.engine_history import spans
 from fedprophet.runs.evaluator import Evaluator, cells, conditions
 from fedprophet.runs.journal import Journal, timings_of
 from fedprophet.runs.run import Run
-from fedprophet.runs.session import Session
+from fedprophet.runs.setup import module_rows
 from fedprophet.server.convergence import score
 from fedprophet.server.coordinator import Record
 from fedprophet.version import __version__
@@ -29,9 +29,7 @@ def closing_summary(run: Run, engine: WatchedEngine, whole: Mapping[str, Tensor]
         "method": session.config.method,
         "seed": session.config.seed,
         "rounds": state.round,
-        "budget_bytes": session.budget,
-        "whole_model_bytes": session.world.cost.total_memory,
-        "modules": _module_rows(session),
+        **module_rows(session),
         "memory": training_memory(records),
         "simulated": simulated_seconds(records),
         "engines": [span.to_json() for span in spans(timings_of(run.files).read())],
@@ -59,19 +57,6 @@ def best_and_last(records: Iterable[Record]) -> dict[str, dict[str, Any]]:
         name: {part: record[part] for part in parts if part in record}
         for name, record in (("best", best), ("last", evaluated[-1]))
     }
-
-
-def _module_rows(session: Session) -> list[dict[str, Any]]:
-    atoms = session.world.cost.atoms
-    return [
-        {
-            "index": module.index + 1,
-            "atoms": [atom.name for atom in atoms[module.first : module.last]],
-            "layers": [layer for atom in atoms[module.first : module.last] for layer in atom.layers],
-            "memory_bytes": module.memory,
-        }
-        for module in session.world.modules
-    ]
 
 
 def simulated_seconds(records: Iterable[Record]) -> dict[str, float]:

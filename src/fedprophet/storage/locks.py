@@ -1,6 +1,9 @@
 """A lock between processes: a hidden file in the folder that it protects."""
 
+import errno
+import fcntl
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -11,6 +14,9 @@ from filelock import FileLock, Timeout
 log = logging.getLogger("fedprophet")
 LOCK = ".lock"
 """The lock's file. It stays in the folder: deleting it would let two processes hold different locks."""
+
+MOMENT = 0.25
+"""Seconds in which a lock must be had before another process counts as its holder: who only looks is gone by then."""
 
 
 @cache
@@ -29,7 +35,7 @@ def folder_lock(folder: Path, on_wait: Callable[[], object] = lambda: None) -> I
     lock = FileLock(folder / LOCK, mode=0o666, fallback_to_soft=False)
     try:
         try:
-            lock.acquire(blocking=False)
+            lock.acquire(timeout=MOMENT, poll_interval=MOMENT / 10)
         except Timeout:
             on_wait()
             lock.acquire()
@@ -39,3 +45,22 @@ def folder_lock(folder: Path, on_wait: Callable[[], object] = lambda: None) -> I
         yield
     finally:
         lock.release()
+
+
+def is_locked(folder: Path) -> bool | None:
+    """Whether a process holds a folder's lock; None if that cannot be told, as on a file system without locks.
+
+    The system tells it only to those who try. A look shares the lock with other looks, for an instant in which
+    `folder_lock` waits for it, and needs no permission to write.
+    """
+    try:
+        file = os.open(folder / LOCK, os.O_RDONLY)
+    except OSError as error:
+        return False if error.errno == errno.ENOENT else None
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return True if error.errno in (errno.EAGAIN, errno.EACCES) else None
+    finally:
+        os.close(file)
+    return False
