@@ -68,7 +68,7 @@ def test_a_terminal_shows_progress_and_ends_with_the_table(launch, tiny_flags, c
     assert "Traceback" not in text
     end = text[text.rindex("Modules") :]
     assert "Accuracy of the trained model" in end
-    assert end.rstrip().endswith("run")
+    assert end.rstrip().endswith("Files: run\r\nReport: run/report.html")
     assert "at most" not in end, "the display is gone when the table is there"
 
 

@@ -66,7 +66,9 @@ def test_names_of_folders_are_text_in_the_title_too(write_run, tmp_path):
 def test_a_file_that_is_no_report_is_not_overwritten(write_run, tmp_path):
     report, file = report_of([write_run("run")]), tmp_path / "new" / "report.html"
     write_page(report, file)
-    first = file.read_bytes()
+    first, made = file.read_bytes(), file.stat()
+    write_page(report, file)
+    assert file.stat() == made, "the same page is not written again"
     write_page(Report(()), file)
     assert file.read_bytes() != first, "our own is written anew"
     file.write_text("<html>mine")

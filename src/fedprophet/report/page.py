@@ -43,17 +43,15 @@ def page(report: Report, live: bool = False) -> str:
 
 
 def write_page(report: Report, out: Path) -> None:
-    """Write the page of a document; a file that is not such a page is not overwritten."""
-    try:
-        with out.open("rb") as file:
-            ours = file.read(len(MARK)) == MARK.encode()
-    except FileNotFoundError:
-        ours = True
-    except OSError as error:
-        raise ConfigError(f"cannot write {out}: {error.strerror}. Give another file with --out") from error
-    if not ours:
+    """Write the page of a document, unless it is there; a file that is not such a page is not overwritten."""
+    if out.exists() and not out.is_file():
+        raise ConfigError(f"cannot write {out}: it is no file. Give a file with --out")
+    old = out.read_bytes() if out.exists() else None
+    if old is not None and not old.startswith(MARK.encode()):
         raise ConfigError(f"{out} is not a report of fedprophet, and stays as it is. Give another file with --out")
-    write_atomic(out, page(report).encode())
+    new = page(report).encode()
+    if new != old:
+        write_atomic(out, new)
 
 
 def title(report: Report) -> str:

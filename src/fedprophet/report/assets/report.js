@@ -426,7 +426,7 @@ function timeSection(runs) {
   const staged = timed.filter((run) => run.stages.length);
   const stages = staged.flatMap((run) => run.stages.map((stage) => [stage.module, ...runCell(staged, run), whole(stage.last - stage.first + 1), duration(stage.computation + stage.access), duration(stage.computation), duration(stage.access)]));
   return section("time", "Simulated time",
-    lead("What the rounds would have taken on the devices of the fleet: a round takes as long as its slowest client. Data access is reading and writing what does not fit the memory."),
+    lead("What the rounds would have taken on the devices of the fleet: a round takes as long as its slowest client. Data access is reading batches from storage and, where a task does not fit the memory, swapping."),
     key([[square("fill"), "computation"], [square("pale"), "data access"]]),
     figure("time", rowChart({ key: "time", width: width(), label, rows, format: duration }), null, heads, numbers),
     html("h3", {}, "Each round"), columns,
