@@ -356,6 +356,7 @@ def test_pages_were_read() -> None:
         ("flwr run . --streams", "--streams"),
         ("make everything", "everything"),
         ("pip install 'fedprophet[flowers]'", "flowers"),
+        ("pip install -c constraint.txt .", "constraint.txt"),
         ("python benchmarks/digits.py --sedes 3", "--sedes"),
     ],
 )
@@ -418,8 +419,8 @@ def check_pip(arguments: list[str], complete: bool) -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
     assert arguments[0] == "install"
     for word in arguments[1:]:
-        wanted = re.fullmatch(r"(?:\.|fedprophet)(?:\[(.*)\])?", word)
-        assert wanted or word == "-c" or (ROOT / word).is_file(), f"what is {word}?"
+        wanted = re.fullmatch(r"(?:\.|[a-z][a-z0-9-]*)(?:\[(.*)\])?", word)
+        assert wanted or word == "-c" or (ROOT / word).is_file(), f"there is no {word}"
         unknown = set(wanted[1].split(",") if wanted and wanted[1] else ()) - set(extras)
         assert not unknown, f"there is no extra {unknown}"
 
