@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # Each test process has one thread (conftest.py): two of them keep two cores busy.
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 
-.PHONY: run test test-all coverage lint format types check clean help
+.PHONY: run test test-all coverage lint docs format types check clean help
 
 run: $(READY)  ## train on scikit-learn's digits (under three minutes on two cores)
 	$(BIN)/fedprophet train $(ARGS)
@@ -26,10 +26,14 @@ lint: $(READY)  ## format, lint and the order of the layers, without changing an
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: $(READY)  ## the documentation site, in build/site; warnings are errors
+	$(BIN)/mkdocs build --quiet --strict
+
 types: $(READY)  ## mypy --strict
 	$(BIN)/mypy
 
-check: lint types test-all  ## what CI runs
+check: lint docs types test-all  ## what CI runs
 
 format: $(READY)  ## format and fix in place
 	$(BIN)/ruff format .

@@ -30,6 +30,7 @@ for name in ("COLUMNS", "LINES"):  # pytest's own terminal is not the command's
     os.environ.pop(name, None)
 # What runs in the background is handed SIGINT as ignored, and would hand it down to a command that is to be stopped.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+os.environ.update(JOB.get("environment", {}))
 os.chdir(JOB["folder"])
 _standard_streams()
 if "limit" in JOB:

@@ -72,7 +72,7 @@ def init(
 
       fedprophet deploy init pilot --config cifar10-balanced-small --set aggregate.minimum=2 --server 192.0.2.7
 
-      fedprophet deploy init trial    (everything on this machine)
+      fedprophet deploy init trial    # everything on this machine
     """
     require_flower()
     from fedprophet.deploy.pilot import PilotFile, listen_address, make_pilot, pilot_config
@@ -244,7 +244,7 @@ def run(
 
       fedprophet deploy run pilot
 
-      fedprophet deploy run pilot --resume    (after the server went down)
+      fedprophet deploy run pilot --resume    # after the server went down
 
       fedprophet deploy run pilot --log tensorboard
     """

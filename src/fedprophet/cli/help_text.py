@@ -5,6 +5,7 @@ twice. This writes the lists of arguments and options itself.
 """
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import typer
@@ -19,6 +20,12 @@ class PlainCommand(TyperCommand):
         """Write nothing: `format_options` writes the arguments too."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
+        for title, rows in self.explained(ctx):
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
+    def explained(self, ctx: Any) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+        """Yield "Arguments" and "Options", where there are any, with the name and meaning of each."""
         declared = get_params_from_function(inspect.unwrap(self.callback)) if self.callback else {}
         parameters = self.get_params(ctx)
         for parameter in parameters:
@@ -28,8 +35,7 @@ class PlainCommand(TyperCommand):
             rows = [parameter.get_help_record(ctx) for parameter in parameters if parameter.param_type_name == kind]
             shown = [(row[0], row[1].replace("\\[", "[")) for row in rows if row is not None]
             if shown:
-                with formatter.section(title):
-                    formatter.write_dl(shown)
+                yield title, shown
 
 
 def use_plain_help(app: typer.Typer) -> None:

@@ -22,13 +22,15 @@ taken as text, so names need no quotes.
 A file may hold settings for a single method, such as the rounds of a baseline. They replace the others when the run
 uses that method, and `--set` overrides both:
 
-    rounds = 500
+```toml
+rounds = 500
 
-    [methods.heterofl]
-    rounds = 1000
+[methods.heterofl]
+rounds = 1000
 
-    [methods.heterofl.train]
-    learning_rate = 0.01
+[methods.heterofl.train]
+learning_rate = 0.01
+```
 
 `fedprophet config show FILE --method heterofl` prints the result.
 
