@@ -1,0 +1,144 @@
+"""`fedprophet reproduce`: the paper's tables and figures, each by its own number."""
+
+import shlex
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from fedprophet.attacks.names import parse_attacks
+from fedprophet.cli.options import Overrides, open_folder, print_json, print_result
+from fedprophet.display.tables import Column, Page, Table, show
+from fedprophet.errors import ConfigError, unknown
+from fedprophet.report.figures import check_plots
+from fedprophet.reproduce.experiment import Experiment
+from fedprophet.reproduce.listing import listing, listing_page, time_left
+from fedprophet.reproduce.output import Outcome, document, page, write
+from fedprophet.reproduce.registry import EXPERIMENTS
+from fedprophet.reproduce.runs import Setup, carry_out, check_runs, once
+from fedprophet.reproduce.scales import SCALES, SMALL
+
+ROOT = Path("reproduce")
+LIST, ALL = "list", "all"
+
+
+def reproduce_command(
+    experiment: Annotated[
+        str, typer.Argument(help=f"{LIST}, {ALL}, or one of {', '.join(EXPERIMENTS)}: the paper's own numbers.")
+    ],
+    scale: Annotated[
+        str, typer.Option(help="; ".join(f"{name}: {entry.help}" for name, entry in SCALES.items()) + ".")
+    ] = SMALL.name,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help=f"The folder. Default: {ROOT}/SCALE here.")] = None,
+    settings: Overrides = None,
+    seeds: Annotated[int, typer.Option(min=1, max=1000, help="Runs of each row, with seeds 0, 1, …")] = 1,
+    only: Annotated[
+        str | None, typer.Option(metavar="PRESET,…", help="Only these workloads, as in cifar10-balanced.")
+    ] = None,
+    plot: Annotated[bool, typer.Option("--plot/--no-plot", help="Draw the figure too.")] = True,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be trained, and train nothing.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Reproduce a table or figure of the paper: train what is missing, then print our numbers beside the paper's.
+
+    What was stopped is resumed, what is finished is used as it is, and experiments share their runs. Scale small ends
+    in minutes on two cores, on other data and another model; scale paper needs a GPU and the data. Table, numbers and
+    figure are also written to the folder.
+
+    Examples:
+
+      fedprophet reproduce list
+
+      fedprophet reproduce table7
+
+      fedprophet reproduce table3 --scale small
+
+      fedprophet reproduce table2 --scale paper --only cifar10-balanced --set model.weights=vgg16.safetensors
+    """
+    if experiment == LIST:
+        setups = {name: _setup(name, out, settings, seeds, None) for name in SCALES}
+        print_result(listing(setups), listing_page(setups), json_)
+        return
+    setup = _setup(scale, out, settings, seeds, only)
+    chosen = _chosen(experiment)
+    if dry_run:
+        print_result(_plan(chosen, setup), _plan_page(chosen, setup), json_)
+        return
+    if plot:
+        check_plots()
+    outcomes = _reproduce(chosen, setup, _command(experiment, scale, out, settings, seeds, only))
+    documents = []
+    for outcome in outcomes:
+        files = write(outcome, plot)
+        documents.append({**document(outcome), "files": [str(file) for file in files]})
+        if not json_:
+            show(page(outcome))
+            typer.echo(f"written: {', '.join(map(str, files))}", err=True)
+    if json_:
+        print_json(documents if experiment == ALL else documents[0])
+
+
+def _setup(scale: str, out: Path | None, settings: list[str] | None, seeds: int, only: str | None) -> Setup:
+    if scale not in SCALES:
+        raise ConfigError(f"--scale: {unknown('scale', scale, SCALES)}")
+    names = tuple(filter(None, (name.strip() for name in (only or "").split(","))))
+    return Setup(SCALES[scale], out if out is not None else ROOT / scale, tuple(settings or ()), seeds, names)
+
+
+def _chosen(name: str) -> list[Experiment]:
+    if name == ALL:
+        return list(EXPERIMENTS.values())
+    if name not in EXPERIMENTS:
+        raise ConfigError(unknown("experiment", name, [*EXPERIMENTS, LIST, ALL]))
+    return [EXPERIMENTS[name]]
+
+
+def _command(name: str, scale: str, out: Path | None, settings: list[str] | None, seeds: int, only: str | None) -> str:
+    """Return the command that goes on with what was stopped."""
+    options = {"--out": out, "--seeds": seeds if seeds > 1 else None, "--only": only}
+    given = [word for option, value in options.items() if value is not None for word in (option, str(value))]
+    changes = [word for change in settings or () for word in ("--set", change)]
+    return shlex.join(["fedprophet", "reproduce", name, "--scale", scale, *given, *changes])
+
+
+def _reproduce(chosen: list[Experiment], setup: Setup, command: str) -> Any:
+    """Train what is missing, everything checked before; yield what each experiment found."""
+    runs = once(run for experiment in chosen for run in experiment.source.runs(setup))
+    check_runs(runs)
+    attacks = {e.name: e.attacks if setup.scale.attacks else () for e in chosen}
+    parse_attacks(",".join(("clean", *(attack for names in attacks.values() for attack in names))))
+    open_folder(setup.out)
+    console = Console(stderr=True)
+    for experiment in chosen:
+        own = experiment.source.runs(setup)
+        failures = carry_out(own, attacks[experiment.name], command, console, _say)
+        yield Outcome(experiment, setup, tuple(experiment.source.parts(setup)), failures)
+
+
+def _say(text: str) -> None:
+    typer.echo(text, err=True)
+
+
+def _plan(chosen: list[Experiment], setup: Setup) -> list[dict[str, Any]]:
+    return [
+        {
+            "experiment": experiment.name,
+            "runs": [{"path": str(run.path), "state": run.state} for run in experiment.source.runs(setup)],
+            "needs": time_left(experiment.source.runs(setup), setup),
+        }
+        for experiment in chosen
+    ]
+
+
+def _plan_page(chosen: list[Experiment], setup: Setup) -> Page:
+    columns = (Column("Run"), Column("State", words=True))
+    parts = tuple(
+        Page(
+            f"{experiment.label}. {experiment.title}",
+            (Table("", columns, tuple((run.name, run.state) for run in experiment.source.runs(setup))),),
+            notes=(time_left(experiment.source.runs(setup), setup),),
+        )
+        for experiment in chosen
+    )
+    return Page(f"Scale {setup.scale.name}: {setup.scale.help}", parts=parts)
