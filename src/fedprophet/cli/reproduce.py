@@ -57,7 +57,7 @@ def reproduce_command(
       fedprophet reproduce table2 --scale paper --only cifar10-balanced --set model.weights=vgg16.safetensors
     """
     if experiment == LIST:
-        setups = {name: _setup(name, out, settings, seeds, None) for name in SCALES}
+        setups = {name: _setup(name, out, None, seeds, None) for name in SCALES}
         print_result(listing(setups), listing_page(setups), json_)
         return
     setup = _setup(scale, out, settings, seeds, only)

@@ -207,8 +207,9 @@ def _rounds_note(cascade: Mapping[str, Statistic], workload: Workload) -> str:
         return ""
     seconds, rounds = cascade["time"].mean / cascade["rounds"].mean, cascade["rounds"].mean
     return (
-        f"{workload.label}: FedProphet takes {format_duration(seconds)} a round here, so the paper's {printed.value:.3g} s are about "
-        f"{printed.value / seconds:.0f} rounds of the {rounds:.0f} counted: its stages ended when they had converged."
+        f"{workload.label}: FedProphet takes {format_duration(seconds)} a round here, so the paper's "
+        f"{printed.value:,.0f} s are about {printed.value / seconds:.0f} of the {rounds:.0f} rounds counted: its "
+        "stages ended when they had converged."
     )
 
 

@@ -46,9 +46,9 @@ def modules(run: FinishedRun) -> float:
 
 
 def smallest_task(run: FinishedRun) -> float:
-    """The memory of the smallest task that a client was given, as a multiple of R_min."""
+    """The memory of the smallest task that a client was given, in MB."""
     tasks = [time["memory_bytes"] for record in run.records for time in record.get("times", {}).values()]
-    return float(min(tasks) / run.results["budget_bytes"])
+    return float(min(tasks)) / 1e6
 
 
 def first_magnitude(run: FinishedRun) -> float | None:

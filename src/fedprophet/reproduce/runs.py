@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -116,6 +116,11 @@ class FinishedRun:
         return float(sum(line.get("total_seconds", line["seconds"]) for line in lines))
 
 
+@lru_cache(1024)
+def _loaded(preset: str, overrides: tuple[str, ...]) -> Config:
+    return load_config(preset, overrides)
+
+
 @dataclass(frozen=True)
 class Setup:
     """What was asked for: the scale, the folder, changed keys, seeds, and perhaps some of the workloads only."""
@@ -140,7 +145,7 @@ class Setup:
         """Return the configuration of a run; what makes the variant is stronger than what the user changes."""
         own = (change.format(small_model=workload.small_model) for change in variant.changes)
         fixed = (*own, f"method={variant.method}", f"seed={seed}")
-        return load_config(workload.preset, [*self.overrides, *fixed, *more])
+        return _loaded(workload.preset, (*self.overrides, *fixed, *more))
 
     def planned(self, workload: Workload, variant: Variant) -> tuple[PlannedRun, ...]:
         """Return the runs of a variant, one for each seed."""
