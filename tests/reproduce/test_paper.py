@@ -34,7 +34,7 @@ rows.jFAT = [1, 2]
         ("table6", "Caltech-256", "Quadro P5000", "bandwidth", 1.5, "GB/s"),
         ("table7", "VGG16, R_min = 60 MB", "module 6", "memory", 59.3, "MB"),
         ("table8", "ResNet34, R_min = 224 MB", "module 6", "FLOPs", 37.1, "G"),
-        ("figure6", "Caltech-256", "ResNet34", "R_max", 1130, "MB"),
+        ("figure6", "Caltech-256", "resnet34", "R_max", 1130, "MB"),
         ("figure7", "Caltech-256 unbalanced", "FedProphet", "speed-up", 7.7, "×"),
     ],
 )

@@ -16,6 +16,7 @@ from fedprophet.fleet.latency import local_time, workload_of
 from fedprophet.messages.values import Resources
 from fedprophet.models import build
 from fedprophet.report.compare import Statistic
+from fedprophet.reproduce.claims import DEVICES, MEMORY
 from fedprophet.reproduce.clock import STILL, round_time
 from fedprophet.reproduce.findings import Curve, Part, Values, one
 from fedprophet.reproduce.paper import numbers_of
@@ -135,40 +136,43 @@ def _round_seconds(config: Config, cost: ChainCost, resources: Resources) -> dic
 
 
 def samplings(setup: Setup) -> Iterator[Part]:
-    """Figure 6: what 100 clients have available in a round on both fleets, and the memory of training."""
+    """Figure 6: what clients have available in a round on both fleets, and the memory of training."""
     paper = with_scale(setup, PAPER)
     for label, workload, config in _balanced(setup):
         cost = model_cost(config)
-        reserve, modules = parse_budget(config.memory.budget, cost.total_memory), model_modules(config, cost)
-        model = next(iter(numbers_of("figure6", label)), config.model.name)
-        memory = {
-            "R_max": one(cost.total_memory / MB),
-            "R_min": one(reserve / MB),
-            "largest module": one(max(module.memory for module in modules) / MB),
-            "modules": one(len(modules)),
-            "reduction": one(100 * (1 - reserve / cost.total_memory)),
-        }
+        reserve = parse_budget(config.memory.budget, cost.total_memory)
         fleets = {w.label.removeprefix(f"{label} "): w for w in paper.workloads if w.balanced == workload.balanced}
-        drawn = {name: _available(paper.config(w, CASCADE), reserve) for name, w in fleets.items()}
+        curves = [_available(name, paper.config(fleet, CASCADE), reserve) for name, fleet in fleets.items()]
         medians = {
-            f"devices, {name}": {
-                "median performance": one(statistics.median(curve.y)),
-                "median memory": one(statistics.median(curve.x)),
+            curve.label: {
+                "performance": one(statistics.median(curve.y)),
+                "memory": one(statistics.median(curve.x)),
             }
-            for name, curve in drawn.items()
+            for curve in curves
         }
-        curves = tuple(Curve(name, curve.x, curve.y) for name, curve in drawn.items())
-        yield Part(label, label, {model: memory, **medians}, curves)
+        yield Part(f"{label}, {DEVICES}", "", medians, tuple(curves))
+        yield Part(f"{label}, {MEMORY}", label, {config.model.name: _memory(config, cost, reserve)})
 
 
-def _available(config: Config, reserve: int) -> Curve:
+def _memory(config: Config, cost: ChainCost, reserve: int) -> dict[str, Statistic]:
+    modules = model_modules(config, cost)
+    return {
+        "R_max": one(cost.total_memory / MB),
+        "R_min": one(reserve / MB),
+        "largest module": one(max(module.memory for module in modules) / MB),
+        "modules": one(len(modules)),
+        "reduction": one(100 * (1 - reserve / cost.total_memory)),
+    }
+
+
+def _available(label: str, config: Config, reserve: int) -> Curve:
     """Return the available memory in MB and performance in TFLOPS of all clients in a round."""
     pool, fleet = load_pool(config.fleet.pool), config.fleet
     found = [
         fleet.resources(draw_device(pool, config.seed, client, fleet.exponent), config.seed, ROUND, client, reserve)
         for client in range(config.population.clients)
     ]
-    return Curve("", tuple(r.memory / MB for r in found), tuple(r.performance / TERA for r in found))
+    return Curve(label, tuple(r.memory / MB for r in found), tuple(r.performance / TERA for r in found))
 
 
 # Figure 7 and Table 4: time ------------------------------------------------------------------------------------------

@@ -50,12 +50,12 @@ def picture(title: str, parts: Sequence[tuple[Part, Numbers]], quantities: Seque
 
 
 def _tidy(axes: "Axes") -> None:
-    axes.spines["top"].set_visible(False)
+    axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=8, labelcolor=INK, color=PALE)
     axes.grid(axis="y", color="#dddddd", linewidth=0.7)
     axes.set_axisbelow(True)
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=8, frameon=False, loc="best")
+        axes.legend(fontsize=8, frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0.2)
 
 
 def _chosen(quantities: Sequence[Quantity], names: Sequence[str]) -> list[Quantity]:
@@ -102,7 +102,7 @@ def bars(*names: str) -> Draw:
                 label=quantity.heading,
             )
             theirs = [(place + shift, value) for place, value in _theirs(part, numbers, quantity.name)]
-            _diamonds(axes, theirs, first=number == 0)
+            _diamonds(axes, part, theirs)
         _name_rows(axes, part)
 
     return draw
@@ -119,7 +119,7 @@ def stacked(*names: str) -> Draw:
             style: dict[str, Any] = {"color": COLOURS[number], "hatch": "////" if number else None, "ec": "white"}
             axes.bar(range(len(starts)), heights, 0.6, starts, label=quantity.heading, **style)
             starts = [start + height for start, height in zip(starts, heights, strict=True)]
-        _diamonds(axes, _theirs(part, numbers, "time"), first=True)
+        _diamonds(axes, part, _theirs(part, numbers, "time"))
         _name_rows(axes, part)
 
     return draw
@@ -140,22 +140,22 @@ def lines(x: str, *names: str) -> Draw:
                 right.set_ylabel(quantity.heading, fontsize=9, color=INK)
                 axes.plot([], [], MARKS[number], **style)  # one legend for both axes
             else:
-                _diamonds(axes, _theirs(part, numbers, quantity.name), first=number == 0)
+                _diamonds(axes, part, _theirs(part, numbers, quantity.name))
         _name_axes(axes, x, "%")
         axes.set_xticks(range(len(part.values)), list(part.values))
 
     return draw
 
 
-def scatter(x: str, y: str, **limits: str) -> Draw:
-    """Return what draws the curves of a part as clouds of points, and `limits` on the x axis: quantity and colour."""
+def points_or(x: str, y: str, otherwise: Draw) -> Draw:
+    """Return what draws the curves of a part as clouds of points, and a part without any in another way."""
 
     def draw(axes: "Axes", part: Part, numbers: Numbers, quantities: Sequence[Quantity]) -> None:
-        for colour, mark, curve in zip((COLOURS[4], COLOURS[2]), "o^", part.curves, strict=False):
+        if not part.curves:
+            otherwise(axes, part, numbers, quantities)
+            return
+        for colour, mark, curve in zip((COLOURS[4], COLOURS[2]), "o^", part.curves, strict=True):
             axes.plot(curve.x, curve.y, mark, ms=4, alpha=0.7, color=colour, label=curve.label)
-        for name, colour in limits.items():
-            for _, value in _ours(part, name):
-                axes.axvline(value.mean, color=colour, ls="--", lw=1, label=name)
         _name_axes(axes, x, y)
         axes.set_yscale("log")
 
@@ -167,7 +167,7 @@ def curves(x: str, y: str) -> Draw:
 
     def draw(axes: "Axes", part: Part, numbers: Numbers, quantities: Sequence[Quantity]) -> None:
         for curve in part.curves:
-            axes.plot(curve.x, curve.y, color=COLOURS[4], lw=1.5)
+            axes.step(curve.x, curve.y, where="mid", color=COLOURS[4], lw=1.5)
             for border in curve.borders:
                 axes.axvline(border + 0.5, color=COLOURS[1], ls="--", lw=1)
         _name_axes(axes, x, y)
@@ -181,7 +181,9 @@ def _name_axes(axes: "Axes", x: str, y: str) -> None:
     axes.set_ylabel(y, fontsize=9, color=INK)
 
 
-def _diamonds(axes: "Axes", points: Sequence[tuple[float, float]], first: bool) -> None:
-    """Mark the paper's numbers."""
+def _diamonds(axes: "Axes", part: Part, points: Sequence[tuple[float, float]]) -> None:
+    """Mark the paper's numbers; the legend says once of which setting they are, where that is not the panel's."""
+    label = "the paper" if part.label.startswith(part.paper) else f"the paper, {part.paper}"
+    known = axes.get_legend_handles_labels()[1]
     if points:
-        axes.plot([x for x, _ in points], [y for _, y in points], label="the paper" if first else None, **DIAMOND)
+        axes.plot([x for x, _ in points], [y for _, y in points], label=None if label in known else label, **DIAMOND)

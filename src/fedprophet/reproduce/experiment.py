@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from fedprophet.display.numbers import percent
 from fedprophet.durations import format_duration
 from fedprophet.report.compare import Statistic
 from fedprophet.reproduce.drawing import Draw
 from fedprophet.reproduce.findings import Claim, Curve, Part, Quantity, Values
-from fedprophet.reproduce.readings import Reading, accuracy
+from fedprophet.reproduce.readings import Reading
 from fedprophet.reproduce.runs import FinishedRun, PlannedRun, Setup, Variant, finished, once
 from fedprophet.reproduce.scales import Workload
 
@@ -93,7 +92,8 @@ class Trained:
             firsts = [runs[0] for runs in there.values() if runs]
             tables = {row: exact for run in firsts for row, exact in (self.tables(run) if self.tables else {}).items()}
             curves = tuple(curve(run) for run in firsts for curve in self.curves)
-            yield Part(workload.label, workload.paper, tables or values, curves, tuple(_about(there)))
+            notes = tuple(f"{workload.label}: {note}" for note in _about(there))
+            yield Part(workload.label, workload.paper, tables or values, curves, notes)
 
     def _workloads(self, setup: Setup) -> tuple[Workload, ...]:
         return tuple(w for w in setup.workloads if self.unbalanced or w.on_balanced_fleet)
@@ -111,15 +111,11 @@ def _about(there: Mapping[str, list[FinishedRun]]) -> Iterator[str]:
     runs = [run for found in there.values() for run in found]
     weights = dict.fromkeys(run.results.get("starting_weights") or "drawn at random" for run in runs)
     if runs:
-        yield f"Starting weights: {', '.join(weights)}."
+        yield f"starting weights {', '.join(weights)}."
         seconds = sum({run.path: run.seconds for run in runs}.values())
-        yield f"Wall clock of the runs, together: {format_duration(seconds)}."
+        yield f"all runs together took {format_duration(seconds)} of wall clock."
     for run in {run.path: run for run in runs}.values():
         best, last = run.results.get("best", {}), len(run.results["modules"])
         if best.get("module", last) < last:
-            shares = (accuracy("personalised", attack)(run) for attack in ("clean", "pgd"))
-            ended = " / ".join(percent(None if share is None else share / 100) for share in shares)
-            yield (
-                f"{run.path.name}: the best round is {best['round']}, when module {best['module']} of {last} was "
-                f"trained; the trained model has {ended}."
-            )
+            where = f"round {best['round']}, when module {best['module']} of {last} was trained"
+            yield f"{run.path.name}: the best round is {where}; the rounds after it were no better by that measure."

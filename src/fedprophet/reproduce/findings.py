@@ -58,10 +58,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Claim:
-    """A sentence about one part."""
+    """A sentence about each part, or only about those whose label ends with `about`."""
 
     text: str
     check: Callable[[Part], bool]
+    about: str = ""
 
     def verdict(self, part: Part) -> bool | None:
         """Whether it holds for what was found; None if something that it is about is not known."""

@@ -48,7 +48,8 @@ class Outcome:
         """Yield each part's label, each claim's text, and its verdict."""
         for part in self.parts:
             for claim in self.experiment.claims:
-                yield part.label, claim.text, claim.verdict(part)
+                if part.label.endswith(claim.about):
+                    yield part.label, claim.text, claim.verdict(part)
 
 
 # Tables --------------------------------------------------------------------------------------------------------------
