@@ -179,6 +179,27 @@ def test_missing_data_is_said_before_anything_is_trained(cli: Any) -> None:
     assert not Path("reproduce").exists()
 
 
+KEPT = Path(__file__).parents[2] / "benchmarks/results/cifar10"
+
+
+def test_kept_results_take_the_place_of_runs_with_the_same_settings(cli: Any) -> None:
+    """The three jFAT runs on CIFAR-10: their results are kept, their models are not."""
+    asked = ("reproduce", "table2", "--scale", "paper", "--only", "cifar10-balanced", "--from", KEPT, "--no-train")
+    asked = (*asked, "--no-plot", "--seeds", 3, "--json", "--set", "norm.newcomers=auto")
+    assert all(line["here"] is None for line in cli(*asked).json["numbers"])  # they started with weights
+
+    found = cli(*asked, "--set", "model.weights=vgg16_tinyimagenet32.safetensors").json
+    ours = {(line["row"], line["quantity"]): line for line in found["numbers"] if line["here"]}
+    assert {row for row, _ in ours} == {"jFAT"}
+    clean, pgd = ours["jFAT", "clean"], ours["jFAT", "PGD"]
+    # benchmarks/results/cifar10.md: 76.8 ± 1.2 / 56.0 ± 0.8; the paper has 79.74 / 56.76.
+    assert clean["here"]["mean"] == pytest.approx(76.8, abs=0.1)
+    assert pgd["here"]["deviation"] == pytest.approx(0.8, abs=0.1)
+    assert pgd["difference"] == pytest.approx(pgd["here"]["mean"] - 56.76)
+    assert any("vgg16_tinyimagenet32.safetensors" in note for note in found["notes"])
+    assert not (Path("reproduce/paper") / "runs").exists()
+
+
 def test_a_run_that_fails_is_said_and_the_others_go_on(cli: Any, flags: Flags) -> None:
     found = cli("reproduce", "figure10", *flags, "--set", "train.learning_rate=1e30", "--json", "--no-plot").json
     (reason,) = found["failures"].values()

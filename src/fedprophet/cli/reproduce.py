@@ -1,6 +1,7 @@
 """`fedprophet reproduce`: the paper's tables and figures, each by its own number."""
 
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,6 +37,11 @@ def reproduce_command(
     only: Annotated[
         str | None, typer.Option(metavar="PRESET,…", help="Only these workloads, as in cifar10-balanced.")
     ] = None,
+    from_: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="DIR", help="Also use results of runs with the same settings in this folder."),
+    ] = None,
+    train: Annotated[bool, typer.Option("--train/--no-train", help="Train what is missing, or leave it out.")] = True,
     plot: Annotated[bool, typer.Option("--plot/--no-plot", help="Draw the figure too.")] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be trained, and train nothing.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -57,17 +63,17 @@ def reproduce_command(
       fedprophet reproduce table2 --scale paper --only cifar10-balanced --set model.weights=vgg16.safetensors
     """
     if experiment == LIST:
-        setups = {name: _setup(name, out, None, seeds, None) for name in SCALES}
+        setups = {name: _setup(name, out, seeds=seeds) for name in SCALES}
         print_result(listing(setups), listing_page(setups), json_)
         return
-    setup = _setup(scale, out, settings, seeds, only)
+    setup = _setup(scale, out, settings, seeds, only, from_)
     chosen = _chosen(experiment)
     if dry_run:
         print_result(_plan(chosen, setup), _plan_page(chosen, setup), json_)
         return
     if plot:
         check_plots()
-    outcomes = _reproduce(chosen, setup, _command(experiment, scale, out, settings, seeds, only))
+    outcomes = _reproduce(chosen, setup, train, _command(experiment, setup, out))
     documents = []
     for outcome in outcomes:
         files = write(outcome, plot)
@@ -79,11 +85,20 @@ def reproduce_command(
         print_json(documents if experiment == ALL else documents[0])
 
 
-def _setup(scale: str, out: Path | None, settings: list[str] | None, seeds: int, only: str | None) -> Setup:
+def _setup(
+    scale: str,
+    out: Path | None,
+    settings: list[str] | None = None,
+    seeds: int = 1,
+    only: str | None = None,
+    kept: Path | None = None,
+) -> Setup:
     if scale not in SCALES:
         raise ConfigError(f"--scale: {unknown('scale', scale, SCALES)}")
     names = tuple(filter(None, (name.strip() for name in (only or "").split(","))))
-    return Setup(SCALES[scale], out if out is not None else ROOT / scale, tuple(settings or ()), seeds, names)
+    if kept is not None and not kept.is_dir():
+        raise ConfigError(f"--from: there is no folder {kept}")
+    return Setup(SCALES[scale], out if out is not None else ROOT / scale, tuple(settings or ()), seeds, names, kept)
 
 
 def _chosen(name: str) -> list[Experiment]:
@@ -94,24 +109,29 @@ def _chosen(name: str) -> list[Experiment]:
     return [EXPERIMENTS[name]]
 
 
-def _command(name: str, scale: str, out: Path | None, settings: list[str] | None, seeds: int, only: str | None) -> str:
+def _command(name: str, setup: Setup, out: Path | None) -> str:
     """Return the command that goes on with what was stopped."""
-    options = {"--out": out, "--seeds": seeds if seeds > 1 else None, "--only": only}
+    options = {
+        "--out": out,
+        "--seeds": setup.seeds if setup.seeds > 1 else None,
+        "--only": ",".join(setup.only) or None,
+        "--from": setup.kept,
+    }
     given = [word for option, value in options.items() if value is not None for word in (option, str(value))]
-    changes = [word for change in settings or () for word in ("--set", change)]
-    return shlex.join(["fedprophet", "reproduce", name, "--scale", scale, *given, *changes])
+    changes = [word for change in setup.overrides for word in ("--set", change)]
+    return shlex.join(["fedprophet", "reproduce", name, "--scale", setup.scale.name, *given, *changes])
 
 
-def _reproduce(chosen: list[Experiment], setup: Setup, command: str) -> Any:
+def _reproduce(chosen: list[Experiment], setup: Setup, train: bool, command: str) -> Iterator[Outcome]:
     """Train what is missing, everything checked before; yield what each experiment found."""
     runs = once(run for experiment in chosen for run in experiment.source.runs(setup))
-    check_runs(runs)
+    check_runs(runs, to_train=train)
     attacks = {e.name: e.attacks if setup.scale.attacks else () for e in chosen}
     parse_attacks(",".join(("clean", *(attack for names in attacks.values() for attack in names))))
     open_folder(setup.out)
     console = Console(stderr=True)
     for experiment in chosen:
-        own = experiment.source.runs(setup)
+        own = [run for run in experiment.source.runs(setup) if train or run.state == "finished"]
         failures = carry_out(own, attacks[experiment.name], command, console, _say)
         yield Outcome(experiment, setup, tuple(experiment.source.parts(setup)), failures)
 

@@ -53,26 +53,28 @@ class PlannedRun:
 
     path: Path
     config: Config
-    method: str
     workload: Workload
+    kept: bool = False
+    """Whether only its results are there, without its model."""
 
     @property
     def name(self) -> str:
         return self.path.name
 
     @property
+    def method(self) -> str:
+        return self.config.method
+
+    @property
     def state(self) -> State:
         files = RunFiles(self.path)
         if not files.config.exists():
             return "missing"
-        return "finished" if is_finished(files) else "stopped"
+        return "finished" if self.kept or is_finished(files) else "stopped"
 
     def check(self) -> None:
         """Refuse a folder whose run has other settings than those that are asked for."""
-        if self.state == "missing":
-            return
-        found = differences(self.config, load_config(self.path / "config.toml"), machine_keys() | FREE_KEYS)
-        differs = [text for text in found if reads(self.method, text.partition(":")[0])]
+        differs = [] if self.state == "missing" else settings_apart(self.config, self.path)
         if differs:
             raise ConfigError(
                 f"{self.path} holds a run with other settings than asked for ({'; '.join(differs)}). Move it away, "
@@ -86,9 +88,17 @@ class PlannedRun:
             play(run, observer)
 
     def unmeasured(self, attacks: Sequence[str]) -> list[str]:
-        """Return the attacks that the finished run's model has not been measured with."""
+        """Return the attacks that the finished run's model could still be measured with."""
+        if self.kept or not attacks:
+            return []
         known = read_run(self.path).accuracies.get("personalised", {})
         return [attack for attack in attacks if attack not in known]
+
+
+def settings_apart(config: Config, run: Path) -> list[str]:
+    """Return in what a run differs from a configuration: the keys that change what its method trains."""
+    found = differences(config, load_config(run / "config.toml"), machine_keys() | FREE_KEYS)
+    return [text for text in found if reads(config.method, text.partition(":")[0])]
 
 
 class FinishedRun:
@@ -123,13 +133,17 @@ def _loaded(preset: str, overrides: tuple[str, ...]) -> Config:
 
 @dataclass(frozen=True)
 class Setup:
-    """What was asked for: the scale, the folder, changed keys, seeds, and perhaps some of the workloads only."""
+    """What was asked for: the scale, the folder, changed keys, seeds, and perhaps some of the workloads only.
+
+    Runs whose results are `kept` in another folder, with the settings asked for, take the place of missing ones.
+    """
 
     scale: Scale
     out: Path
     overrides: tuple[str, ...] = ()
     seeds: int = 1
     only: tuple[str, ...] = ()
+    kept: Path | None = None
 
     def __post_init__(self) -> None:
         known = [workload.preset for workload in self.scale.workloads]
@@ -151,25 +165,27 @@ class Setup:
         """Return the runs of a variant, one for each seed."""
         if variant.fleet_free:
             workload = next((w for w in self.scale.workloads if w.preset == workload.balanced), workload)
-        return tuple(
-            PlannedRun(
-                self.out / RUNS / f"{workload.preset}-{variant.name}-seed{seed}",
-                self.config(workload, variant, seed),
-                variant.method,
-                workload,
-            )
-            for seed in range(self.seeds)
-        )
+        return tuple(self._planned(workload, variant, seed) for seed in range(self.seeds))
+
+    def _planned(self, workload: Workload, variant: Variant, seed: int) -> PlannedRun:
+        path = self.out / RUNS / f"{workload.preset}-{variant.name}-seed{seed}"
+        run = PlannedRun(path, self.config(workload, variant, seed), workload)
+        if self.kept is None or run.state != "missing":
+            return run
+        results = sorted(self.kept.glob("*/results.json"))
+        fitting = (file.parent for file in results if not settings_apart(run.config, file.parent))
+        found = next(fitting, None)
+        return replace(run, path=found, kept=True) if found else run
 
 
 # Carrying out --------------------------------------------------------------------------------------------------------
 
 
-def check_runs(runs: Sequence[PlannedRun]) -> None:
+def check_runs(runs: Sequence[PlannedRun], to_train: bool = True) -> None:
     """Refuse what could not be carried out, before anything is trained: foreign folders and missing data."""
     for run in runs:
         run.check()
-    needed = {run.config.data.name: run.config for run in runs if run.state != "finished"}
+    needed = {run.config.data.name: run.config for run in runs if to_train and run.state != "finished"}
     for name, config in needed.items():
         found = data.check(name, config.data.root or None, **config.data.options)
         if not found.complete:
@@ -205,7 +221,7 @@ def carry_out(
 def _carry_out(run: PlannedRun, attacks: Sequence[str], console: Console) -> None:
     if run.state != "finished":
         run.play(console)
-    missing = run.unmeasured(attacks) if attacks else []
+    missing = run.unmeasured(attacks)
     if missing:
         opened = open_to_read(run.path)
         with closing(opened.session), progress_bar() as watch:
