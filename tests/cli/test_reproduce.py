@@ -221,7 +221,7 @@ def test_dry_run_trains_nothing(cli: Any, flags: Flags) -> None:
     [
         (("table9",), "unknown experiment 'table9'. Did you mean"),
         (("table2", "--scale", "tiny"), "--scale: unknown scale 'tiny'"),
-        (("table2", "--only", "cifar10"), "--only: unknown workload 'cifar10'"),
+        (("table2", "--only", "cifar10"), "--only: unknown setting 'cifar10'"),
         (("table3", "--set", "train.batch=x"), "train.batch"),
     ],
 )

@@ -89,7 +89,7 @@ def test_samplings_and_memory() -> None:
 @pytest.mark.slow
 def test_times_with_and_without_assignment() -> None:
     parts = parts_of(EXPERIMENTS["table4"])
-    assert set(parts) == {workload.paper for workload in PAPER.workloads}
+    assert set(parts) == {setting.paper for setting in PAPER.settings}
     for part in parts.values():
         assert holds(EXPERIMENTS["table4"], part) == [True]
         assert part("with DMA", "rounds") == 3500

@@ -75,7 +75,7 @@ def test_every_number_is_the_cell_of_an_experiment() -> None:
         quantities = {quantity.name: quantity.unit for quantity in experiment.quantities}
         rows = getattr(experiment.source, "rows", None)
         if rows is not None:
-            labels = {w.paper for w in setup.workloads if experiment.source.unbalanced or w.on_balanced_fleet}  # type: ignore[attr-defined]
+            labels = {w.paper for w in setup.settings if experiment.source.unbalanced or w.on_balanced_fleet}  # type: ignore[attr-defined]
             assert set(parts) <= labels
         for numbers in parts.values():
             assert rows is None or name == "figure10" or set(numbers) <= set(rows), name

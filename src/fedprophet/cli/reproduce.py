@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 
@@ -35,7 +36,7 @@ def reproduce_command(
     settings: Overrides = None,
     seeds: Annotated[int, typer.Option(min=1, max=1000, help="Runs of each row, with seeds 0, 1, …")] = 1,
     only: Annotated[
-        str | None, typer.Option(metavar="PRESET,…", help="Only these workloads, as in cifar10-balanced.")
+        str | None, typer.Option(metavar="PRESET,…", help="Only these settings, as in cifar10-balanced.")
     ] = None,
     from_: Annotated[
         Path | None,
@@ -129,6 +130,10 @@ def _reproduce(chosen: list[Experiment], setup: Setup, train: bool, command: str
     attacks = {e.name: e.attacks if setup.scale.attacks else () for e in chosen}
     parse_attacks(",".join(("clean", *(attack for names in attacks.values() for attack in names))))
     open_folder(setup.out)
+    if train and any(run.state != "finished" for run in runs):
+        _say(f"to train: {time_left(runs, setup)}")
+        if setup.scale.like_the_paper and not torch.cuda.is_available():
+            _say("note: there is no GPU here, so this takes days. --scale small is made for such a machine")
     console = Console(stderr=True)
     for experiment in chosen:
         own = [run for run in experiment.source.runs(setup) if train or run.state == "finished"]

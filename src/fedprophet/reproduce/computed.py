@@ -22,7 +22,7 @@ from fedprophet.reproduce.findings import Curve, Part, Values, one
 from fedprophet.reproduce.paper import numbers_of
 from fedprophet.reproduce.readings import model_cost, model_modules
 from fedprophet.reproduce.runs import Setup, Variant, finished, with_scale
-from fedprophet.reproduce.scales import PAPER, Workload
+from fedprophet.reproduce.scales import PAPER, PaperSetting
 from fedprophet.sizes import parse_budget
 
 MB, GB, GIGA, TERA = 1e6, 1e9, 1e9, 1e12
@@ -48,12 +48,12 @@ AS_LONG_AS = {"FedET-AT": "FedDF-AT", "FedDrop-AT": "HeteroFL-AT", "FedRolex-AT"
 """Methods whose clients train something of the same size as those of another, in every round."""
 
 
-def _balanced(setup: Setup) -> Iterator[tuple[str, Workload, Config]]:
-    """Yield the paper's two models: the dataset's name, a workload that has it, and its configuration."""
+def _balanced(setup: Setup) -> Iterator[tuple[str, PaperSetting, Config]]:
+    """Yield the paper's two models: the dataset's name, a setting that has it, and its configuration."""
     paper = with_scale(setup, PAPER)
-    for workload in paper.workloads:
-        if workload.on_balanced_fleet:
-            yield workload.label.removesuffix(" balanced"), workload, paper.config(workload, CASCADE)
+    for setting in paper.settings:
+        if setting.on_balanced_fleet:
+            yield setting.label.removesuffix(" balanced"), setting, paper.config(setting, CASCADE)
 
 
 # Tables 5 to 8 -------------------------------------------------------------------------------------------------------
@@ -138,10 +138,10 @@ def _round_seconds(config: Config, cost: ChainCost, resources: Resources) -> dic
 def samplings(setup: Setup) -> Iterator[Part]:
     """Figure 6: what clients have available in a round on both fleets, and the memory of training."""
     paper = with_scale(setup, PAPER)
-    for label, workload, config in _balanced(setup):
+    for label, setting, config in _balanced(setup):
         cost = model_cost(config)
         reserve = parse_budget(config.memory.budget, cost.total_memory)
-        fleets = {w.label.removeprefix(f"{label} "): w for w in paper.workloads if w.balanced == workload.balanced}
+        fleets = {w.label.removeprefix(f"{label} "): w for w in paper.settings if w.balanced == setting.balanced}
         curves = [_available(name, paper.config(fleet, CASCADE), reserve) for name, fleet in fleets.items()]
         medians = {
             curve.label: {
@@ -178,13 +178,13 @@ def _available(label: str, config: Config, reserve: int) -> Curve:
 # Figure 7 and Table 4: time ------------------------------------------------------------------------------------------
 
 
-def _clocked(setup: Setup, workload: Workload, variant: Variant, rounds: int) -> dict[str, float]:
+def _clocked(setup: Setup, setting: PaperSetting, variant: Variant, rounds: int) -> dict[str, float]:
     """Return the simulated time of a run: that of a finished one, else the clock's for all rounds that it may have."""
-    done = next(finished(setup.planned(workload, variant)[:1]), None)
+    done = next(finished(setup.planned(setting, variant)[:1]), None)
     if done and not variant.fleet_free and done.summary.time:
         time, played = done.summary.time, done.summary.rounds
         return {"computation": time.computation, "access": time.access, "time": time.total, "rounds": played}
-    mean = round_time(setup.config(workload, variant, more=STILL), rounds)
+    mean = round_time(setup.config(setting, variant, more=STILL), rounds)
     parts = {"computation": mean.computation, "access": mean.access, "time": mean.total}
     return {**{name: seconds * mean.rounds for name, seconds in parts.items()}, "rounds": mean.rounds}
 
@@ -192,26 +192,26 @@ def _clocked(setup: Setup, workload: Workload, variant: Variant, rounds: int) ->
 def training_times(setup: Setup) -> Iterator[Part]:
     """Figure 7: the time of every method on every fleet, and the speed-up over jFAT."""
     paper = with_scale(setup, PAPER)
-    for workload in paper.workloads:
-        found = {row: _clocked(paper, workload, *how) for row, how in CLOCKED.items()}
+    for setting in paper.settings:
+        found = {row: _clocked(paper, setting, *how) for row, how in CLOCKED.items()}
         found |= {row: found[other] for row, other in AS_LONG_AS.items()}
         longest = found["jFAT"]["time"]
         values = {
             row: {name: one(value) for name, value in {**found[row], "speed-up": longest / found[row]["time"]}.items()}
             for row in ROWS
         }
-        note = _rounds_note(values["FedProphet"], workload)
-        yield Part(workload.label, workload.paper, values, notes=(note,) if note else ())
+        note = _rounds_note(values["FedProphet"], setting)
+        yield Part(setting.label, setting.paper, values, notes=(note,) if note else ())
 
 
-def _rounds_note(cascade: Mapping[str, Statistic], workload: Workload) -> str:
+def _rounds_note(cascade: Mapping[str, Statistic], setting: PaperSetting) -> str:
     """Say how many of our rounds the paper's time of FedProphet is: its stages ended when they had converged."""
-    printed = numbers_of("figure7", workload.paper).get("FedProphet", {}).get("time")
+    printed = numbers_of("figure7", setting.paper).get("FedProphet", {}).get("time")
     if printed is None:
         return ""
     seconds, rounds = cascade["time"].mean / cascade["rounds"].mean, cascade["rounds"].mean
     return (
-        f"{workload.label}: FedProphet takes {format_duration(seconds)} a round here, so the paper's "
+        f"{setting.label}: FedProphet takes {format_duration(seconds)} a round here, so the paper's "
         f"{printed.value:,.0f} s are about {printed.value / seconds:.0f} of the {rounds:.0f} rounds counted: its "
         "stages ended when they had converged."
     )
@@ -220,8 +220,8 @@ def _rounds_note(cascade: Mapping[str, Statistic], workload: Workload) -> str:
 def assignment_times(setup: Setup) -> Iterator[Part]:
     """Table 4: the time of FedProphet with and without module assignment."""
     paper = with_scale(setup, PAPER)
-    for workload in paper.workloads:
+    for setting in paper.settings:
         rows = {"with DMA": CASCADE, "without DMA": ALONE}
-        found = {row: _clocked(paper, workload, variant, OF_THE_CASCADE) for row, variant in rows.items()}
+        found = {row: _clocked(paper, setting, variant, OF_THE_CASCADE) for row, variant in rows.items()}
         values = {row: {name: one(value) for name, value in times.items()} for row, times in found.items()}
-        yield Part(workload.label, workload.paper, values)
+        yield Part(setting.label, setting.paper, values)

@@ -14,7 +14,7 @@ from fedprophet.reproduce.drawing import Draw
 from fedprophet.reproduce.findings import Claim, Curve, Part, Quantity, Values
 from fedprophet.reproduce.readings import Reading
 from fedprophet.reproduce.runs import FinishedRun, PlannedRun, Setup, Variant, finished, once
-from fedprophet.reproduce.scales import Workload
+from fedprophet.reproduce.scales import PaperSetting
 
 
 class Source(Protocol):
@@ -80,23 +80,23 @@ class Trained:
     def runs(self, setup: Setup) -> tuple[PlannedRun, ...]:
         return once(
             run
-            for workload in self._workloads(setup)
+            for setting in self._settings(setup)
             for variant in self.rows.values()
-            for run in setup.planned(workload, variant)
+            for run in setup.planned(setting, variant)
         )
 
     def parts(self, setup: Setup) -> Iterator[Part]:
-        for workload in self._workloads(setup):
-            there = {row: list(finished(setup.planned(workload, variant))) for row, variant in self.rows.items()}
+        for setting in self._settings(setup):
+            there = {row: list(finished(setup.planned(setting, variant))) for row, variant in self.rows.items()}
             values = {row: self._values(runs) for row, runs in there.items()}
             firsts = [runs[0] for runs in there.values() if runs]
             tables = {row: exact for run in firsts for row, exact in (self.tables(run) if self.tables else {}).items()}
             curves = tuple(curve(run) for run in firsts for curve in self.curves)
-            notes = tuple(f"{workload.label}: {note}" for note in _about(there))
-            yield Part(workload.label, workload.paper, tables or values, curves, notes)
+            notes = tuple(f"{setting.label}: {note}" for note in _about(there))
+            yield Part(setting.label, setting.paper, tables or values, curves, notes)
 
-    def _workloads(self, setup: Setup) -> tuple[Workload, ...]:
-        return tuple(w for w in setup.workloads if self.unbalanced or w.on_balanced_fleet)
+    def _settings(self, setup: Setup) -> tuple[PaperSetting, ...]:
+        return tuple(w for w in setup.settings if self.unbalanced or w.on_balanced_fleet)
 
     def _values(self, runs: list[FinishedRun]) -> dict[str, Statistic]:
         found = {

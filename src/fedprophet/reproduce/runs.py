@@ -19,7 +19,7 @@ from fedprophet.errors import ConfigError, DataError, TrainingError, unknown
 from fedprophet.progress import progress_bar
 from fedprophet.report.compare import IRRELEVANT, reads
 from fedprophet.report.runs import RunSummary, read_run
-from fedprophet.reproduce.scales import Scale, Workload
+from fedprophet.reproduce.scales import PaperSetting, Scale
 from fedprophet.runs.evaluation import evaluate_run
 from fedprophet.runs.files import RunFiles, is_finished, read_results
 from fedprophet.runs.journal import Journal, timings_of
@@ -35,7 +35,7 @@ State = Literal["missing", "stopped", "finished"]
 
 @dataclass(frozen=True)
 class Variant:
-    """What a row trains: a method, and the keys that are changed for it; `{small_model}` is the workload's.
+    """What a row trains: a method, and the keys that are changed for it; `{small_model}` is the setting's.
 
     A variant for which the fleet makes no difference to what is trained (`fleet_free`) is trained on the balanced one
     alone.
@@ -53,7 +53,7 @@ class PlannedRun:
 
     path: Path
     config: Config
-    workload: Workload
+    setting: PaperSetting
     kept: bool = False
     """Whether only its results are there, without its model."""
 
@@ -133,7 +133,7 @@ def _loaded(preset: str, overrides: tuple[str, ...]) -> Config:
 
 @dataclass(frozen=True)
 class Setup:
-    """What was asked for: the scale, the folder, changed keys, seeds, and perhaps some of the workloads only.
+    """What was asked for: the scale, the folder, changed keys, seeds, and perhaps some of the settings only.
 
     Runs whose results are `kept` in another folder, with the settings asked for, take the place of missing ones.
     """
@@ -146,30 +146,30 @@ class Setup:
     kept: Path | None = None
 
     def __post_init__(self) -> None:
-        known = [workload.preset for workload in self.scale.workloads]
+        known = [setting.preset for setting in self.scale.settings]
         for name in self.only:
             if name not in known:
-                raise ConfigError(f"--only: {unknown('workload', name, known)}")
+                raise ConfigError(f"--only: {unknown('setting', name, known)}")
 
     @property
-    def workloads(self) -> tuple[Workload, ...]:
-        return tuple(w for w in self.scale.workloads if not self.only or w.preset in self.only)
+    def settings(self) -> tuple[PaperSetting, ...]:
+        return tuple(w for w in self.scale.settings if not self.only or w.preset in self.only)
 
-    def config(self, workload: Workload, variant: Variant, seed: int = 0, more: Iterable[str] = ()) -> Config:
+    def config(self, setting: PaperSetting, variant: Variant, seed: int = 0, more: Iterable[str] = ()) -> Config:
         """Return the configuration of a run; what makes the variant is stronger than what the user changes."""
-        own = (change.format(small_model=workload.small_model) for change in variant.changes)
+        own = (change.format(small_model=setting.small_model) for change in variant.changes)
         fixed = (*own, f"method={variant.method}", f"seed={seed}")
-        return _loaded(workload.preset, (*self.overrides, *fixed, *more))
+        return _loaded(setting.preset, (*self.overrides, *fixed, *more))
 
-    def planned(self, workload: Workload, variant: Variant) -> tuple[PlannedRun, ...]:
+    def planned(self, setting: PaperSetting, variant: Variant) -> tuple[PlannedRun, ...]:
         """Return the runs of a variant, one for each seed."""
         if variant.fleet_free:
-            workload = next((w for w in self.scale.workloads if w.preset == workload.balanced), workload)
-        return tuple(self._planned(workload, variant, seed) for seed in range(self.seeds))
+            setting = next((w for w in self.scale.settings if w.preset == setting.balanced), setting)
+        return tuple(self._planned(setting, variant, seed) for seed in range(self.seeds))
 
-    def _planned(self, workload: Workload, variant: Variant, seed: int) -> PlannedRun:
-        path = self.out / RUNS / f"{workload.preset}-{variant.name}-seed{seed}"
-        run = PlannedRun(path, self.config(workload, variant, seed), workload)
+    def _planned(self, setting: PaperSetting, variant: Variant, seed: int) -> PlannedRun:
+        path = self.out / RUNS / f"{setting.preset}-{variant.name}-seed{seed}"
+        run = PlannedRun(path, self.config(setting, variant, seed), setting)
         if self.kept is None or run.state != "missing":
             return run
         results = sorted(self.kept.glob("*/results.json"))
@@ -240,10 +240,10 @@ def finished(runs: Iterable[PlannedRun]) -> Iterator[FinishedRun]:
 
 def seconds_left(runs: Iterable[PlannedRun]) -> tuple[float, int]:
     """Return how long the runs that are not finished take where that is known, and of how many it is not."""
-    left = [run.workload.seconds.get(run.method) for run in runs if run.state != "finished"]
+    left = [run.setting.seconds.get(run.method) for run in runs if run.state != "finished"]
     return sum(seconds for seconds in left if seconds), sum(seconds is None for seconds in left)
 
 
 def with_scale(setup: Setup, scale: Scale) -> Setup:
-    """Return the same setup with another scale's workloads."""
+    """Return the same setup with another scale's settings."""
     return replace(setup, scale=scale, only=())

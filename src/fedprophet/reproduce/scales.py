@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Workload:
+class PaperSetting:
     """Data, model and fleet. `paper` is the part of the paper's tables beside which its numbers stand.
 
-    `balanced` is the workload with the same data on a balanced fleet, perhaps this one. `small_model` is the small
+    `balanced` is the setting with the same data on a balanced fleet, perhaps this one. `small_model` is the small
     model of Table 1. `seconds` are wall-clock seconds of a run by its method, where they were measured.
     """
 
@@ -26,12 +26,12 @@ class Workload:
 
 @dataclass(frozen=True)
 class Scale:
-    """The workloads that stand for the paper's, and how the numbers are to be read."""
+    """The settings that stand for the paper's, and how the numbers are to be read."""
 
     name: str
     help: str
     hardware: str
-    workloads: tuple[Workload, ...]
+    settings: tuple[PaperSetting, ...]
     like_the_paper: bool
     """Whether our numbers can be subtracted from the paper's."""
     attacks: bool
@@ -43,9 +43,9 @@ H200 = {"jfat": 701.0, "fedprophet": 3500 * 0.92}
 TWO_CORES: Mapping[str, float] = {}
 
 
-def _workload(data: str, fleet: str, label: str, small: str, seconds: Mapping[str, float]) -> Workload:
+def _setting(data: str, fleet: str, label: str, small: str, seconds: Mapping[str, float]) -> PaperSetting:
     title = f"{label} {fleet}"
-    return Workload(f"{data}-{fleet}", title, title, f"{data}-balanced", small, seconds)
+    return PaperSetting(f"{data}-{fleet}", title, title, f"{data}-balanced", small, seconds)
 
 
 PAPER = Scale(
@@ -53,10 +53,10 @@ PAPER = Scale(
     "the paper's data, models and rounds",
     "one H200",
     (
-        _workload("cifar10", "balanced", "CIFAR-10", "cnn3", H200),
-        _workload("cifar10", "unbalanced", "CIFAR-10", "cnn3", H200),
-        _workload("caltech256", "balanced", "Caltech-256", "cnn4", {}),
-        _workload("caltech256", "unbalanced", "Caltech-256", "cnn4", {}),
+        _setting("cifar10", "balanced", "CIFAR-10", "cnn3", H200),
+        _setting("cifar10", "unbalanced", "CIFAR-10", "cnn3", H200),
+        _setting("caltech256", "balanced", "Caltech-256", "cnn4", {}),
+        _setting("caltech256", "unbalanced", "Caltech-256", "cnn4", {}),
     ),
     like_the_paper=True,
     attacks=True,
@@ -65,7 +65,7 @@ SMALL = Scale(
     "small",
     "digits and a VGG of seven convolutions in place of CIFAR-10 and VGG16, on a balanced fleet",
     "two CPU cores",
-    (Workload("digits-paper", "digits", "CIFAR-10 balanced", "digits-paper", "vgg-small-3", TWO_CORES),),
+    (PaperSetting("digits-paper", "digits", "CIFAR-10 balanced", "digits-paper", "vgg-small-3", TWO_CORES),),
     like_the_paper=False,
     attacks=False,
 )
