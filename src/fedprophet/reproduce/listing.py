@@ -34,7 +34,7 @@ def time_left(runs: tuple[PlannedRun, ...], setup: Setup) -> str:
     left = sum(run.state != "finished" for run in runs)
     if not left:
         return "all runs are there"
-    known = f"about {format_duration(seconds)} on {setup.scale.hardware} for {counted(left - unknown, 'run')}"
+    known = f"at most about {format_duration(seconds)} on {setup.scale.hardware} for {counted(left - unknown, 'run')}"
     if not unknown:
         return known
     return f"{known}, unknown for {unknown}" if seconds else f"{counted(unknown, 'run')}, time unknown"

@@ -59,14 +59,15 @@ def page(outcome: Outcome, figure: str = "") -> Page:
     """Return what is printed."""
     scale = outcome.setup.scale
     lines = () if outcome.comparable else (f"Scale {scale.name}: {scale.help}. {ANOTHER_SCALE}",)
-    verdicts = (f"claim ({label}): {text}: {verdict_text(verdict)}" for label, text, verdict in outcome.claims())
+    verdicts = [f"claim ({label}): {text}: {verdict_text(verdict)}" for label, text, verdict in outcome.claims()]
     failures = (f"{name} has failed: {reason}" for name, reason in outcome.failures.items())
     abouts = dict.fromkeys(note for part in outcome.parts for note in part.notes)
     return Page(
         outcome.title,
         tuple(_table(outcome, part) for part in outcome.parts),
         lines=lines,
-        notes=(*verdicts, *outcome.experiment.notes, *abouts, *failures),
+        parts=(Page("What the paper says of it", lines=tuple(verdicts)),),
+        notes=(*outcome.experiment.notes, *abouts, *failures),
         figure=f"![{outcome.title}]({figure})" if figure else "",
         wrap_notes=True,
     )
