@@ -89,10 +89,10 @@ def bars(*names: str) -> Draw:
         thickness = BREADTH / max(len(shown), 1)
         for number, quantity in enumerate(shown):
             shift = (number + 0.5) * thickness - BREADTH / 2
-            x, values = [place + shift for place, _ in _ours(part, quantity.name)], _ours(part, quantity.name)
+            values = _ours(part, quantity.name) or [(0, Statistic(math.nan, None, 0))]  # for the legend
             spread = [value.deviation or 0.0 for _, value in values]
             axes.bar(
-                x,
+                [place + shift for place, _ in values],
                 [value.mean for _, value in values],
                 0.9 * thickness,
                 yerr=spread if any(spread) else None,

@@ -186,14 +186,21 @@ def check_runs(runs: Sequence[PlannedRun], to_train: bool = True) -> None:
     for run in runs:
         run.check()
     needed = {run.config.data.name: run.config for run in runs if to_train and run.state != "finished"}
-    for name, config in needed.items():
-        found = data.check(name, config.data.root or None, **config.data.options)
-        if not found.complete:
-            root = shlex.quote(config.data.root or str(data.registry.DEFAULT_ROOT))
-            raise DataError(
-                f"this needs {name}, which is not complete in {root}: {'; '.join(found.problems)}. "
-                f"Get it with: fedprophet data get {name} --root {root}"
-            )
+    lacking = [text for config in needed.values() for text in _lacking(config)]
+    if lacking:
+        raise DataError("\n".join(lacking))
+
+
+def _lacking(config: Config) -> Iterator[str]:
+    """Yield what is missing of a run's data, and the command that gets it."""
+    settings = config.data
+    found = data.check(settings.name, settings.root or None, **settings.options)
+    root = shlex.quote(settings.root or str(data.registry.DEFAULT_ROOT))
+    if not found.complete:
+        yield (
+            f"this needs {settings.name}, which is not complete in {root}: {'; '.join(found.problems)}. "
+            f"Get it with: fedprophet data get {settings.name} --root {root}"
+        )
 
 
 def carry_out(
