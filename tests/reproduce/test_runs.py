@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from fedprophet.reproduce.registry import BUDGETS, EXPERIMENTS, JOINT, STRONG_CONVEXITY
-from fedprophet.reproduce.runs import Setup, Variant, once
+from fedprophet.reproduce.runs import Setup, Variant, once, with_scale
 from fedprophet.reproduce.scales import PAPER, SMALL
 
 BALANCED, UNBALANCED = PAPER.settings[:2]
@@ -54,3 +54,10 @@ def test_only_some_settings() -> None:
         "caltech256-balanced",  # where jFAT, which no fleet changes, is trained
     }
     assert EXPERIMENTS["figure8"].source.runs(setup) == ()
+
+
+def test_only_some_settings_are_clocked_and_tables_of_devices_do_not_care() -> None:
+    setup = Setup(PAPER, Path("out"), only=("caltech256-unbalanced",))
+    assert [setting.preset for setting in with_scale(setup, PAPER).settings] == ["caltech256-unbalanced"]
+    assert len(with_scale(Setup(SMALL, Path("out"), only=("digits-paper",)), PAPER).settings) == 4
+    assert [len(part.values) for part in EXPERIMENTS["table5"].source.parts(setup)] == [10]

@@ -1,8 +1,8 @@
-"""How long training would take on a fleet, without any training: methods play their rounds with clients that only say
-what they have available.
+"""How long training would take on a fleet, without any training.
 
-A method asks, assigns and counts time as in a run; what comes back of a training task is never used, so the model stays
-as it is. Cohorts, devices and available resources are those of a run with the same seed.
+A method plays its rounds with clients that only say what they have available. It asks, assigns and counts time as in a
+run; what comes back of a training task cannot be used, so the model stays as it is. Cohorts, devices and available
+resources are those of a run with the same seed.
 """
 
 from collections.abc import Iterable, Iterator
@@ -21,7 +21,7 @@ from fedprophet.runs.session import assemble
 from fedprophet.runs.summary import simulated_seconds
 from fedprophet.server.coordinator import play_round
 
-STILL = ("engine=plain", "evaluate.clients=1", "measure.clients=1")
+STILL = ("engine=plain", "model.weights=", "evaluate.clients=1", "measure.clients=1")
 """Changes of a configuration that leave the clock as it is."""
 
 

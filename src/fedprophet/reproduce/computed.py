@@ -51,7 +51,7 @@ AS_LONG_AS = {"FedET-AT": "FedDF-AT", "FedDrop-AT": "HeteroFL-AT", "FedRolex-AT"
 def _balanced(setup: Setup) -> Iterator[tuple[str, PaperSetting, Config]]:
     """Yield the paper's two models: the dataset's name, a setting that has it, and its configuration."""
     paper = with_scale(setup, PAPER)
-    for setting in paper.settings:
+    for setting in PAPER.settings:
         if setting.on_balanced_fleet:
             yield setting.label.removesuffix(" balanced"), setting, paper.config(setting, CASCADE)
 
@@ -141,7 +141,7 @@ def samplings(setup: Setup) -> Iterator[Part]:
     for label, setting, config in _balanced(setup):
         cost = model_cost(config)
         reserve = parse_budget(config.memory.budget, cost.total_memory)
-        fleets = {w.label.removeprefix(f"{label} "): w for w in paper.settings if w.balanced == setting.balanced}
+        fleets = {w.label.removeprefix(f"{label} "): w for w in PAPER.settings if w.balanced == setting.balanced}
         curves = [_available(name, paper.config(fleet, CASCADE), reserve) for name, fleet in fleets.items()]
         medians = {
             curve.label: {

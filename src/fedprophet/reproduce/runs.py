@@ -28,7 +28,7 @@ from fedprophet.runs.run import RunStoppedError, open_to_read, reopen, start
 
 RUNS = "runs"
 """The folder of the runs, inside that of --out."""
-FREE_KEYS = (IRRELEVANT | {"evaluate.batch"}) - {"seed", "precision"}
+FREE_KEYS = IRRELEVANT - {"seed", "precision"}
 """Keys in which a run may differ from what an experiment asks for: they do not change what it is about."""
 State = Literal["missing", "stopped", "finished"]
 
@@ -253,4 +253,5 @@ def seconds_left(runs: Iterable[PlannedRun]) -> tuple[float, int]:
 
 def with_scale(setup: Setup, scale: Scale) -> Setup:
     """Return the same setup with another scale's settings."""
-    return replace(setup, scale=scale, only=())
+    known = {setting.preset for setting in scale.settings}
+    return replace(setup, scale=scale, only=tuple(name for name in setup.only if name in known))
