@@ -19,6 +19,7 @@ from fedprophet.cli.latency import latency_command
 from fedprophet.cli.options import AsJson, print_listing
 from fedprophet.cli.partition import partition_command
 from fedprophet.cli.report import report_command
+from fedprophet.cli.reproduce import reproduce_command
 from fedprophet.cli.runs import runs_app
 from fedprophet.cli.stopping import stopped_once
 from fedprophet.cli.train import train_command
@@ -44,6 +45,7 @@ app.command("evaluate")(evaluate_command)
 app.command("export")(export_command)
 app.command("compare")(compare_command)
 app.command("report")(report_command)
+app.command("reproduce")(reproduce_command)
 app.command("partition")(partition_command)
 app.command("latency")(latency_command)
 app.command("bench")(bench_command)

@@ -1,0 +1,1 @@
+"""`fedprophet reproduce`: every table and figure of the paper's evaluation as an experiment with a name."""
