@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fedprophet.client.descent import Descent, batches, fused_loss, whole_loss
+from fedprophet.client.memory_plan import MemoryPlan, Step
 from torch import Tensor, nn
 
 from fedprophet.cascade.atoms import explicit_chain
-from fedprophet.client.descent import Descent, batches, fused_loss, whole_loss
-from fedprophet.client.memory_plan import MemoryPlan, Step
 from fedprophet.client.part import ModelPart
 from fedprophet.client.trainer import train
 from fedprophet.messages.tasks import Train
