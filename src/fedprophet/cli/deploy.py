@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 
 from fedprophet.cli.options import AsJson, Logs, MethodName, Overrides, print_json, with_method
+from fedprophet.cli.report import make_report
 from fedprophet.config.load import load_config
 from fedprophet.deploy import DeployError, environment, require_flower
 from fedprophet.deploy.probe import machine_resources
@@ -299,6 +300,7 @@ def _follow(pilot: "Pilot", run_id: int, out: Path) -> None:
 def _conclude(run: "RunState", out: Path, pilot: "Pilot") -> None:
     if run.status == "finished:completed" and RunFiles(out).results.exists():
         show_finished(out, Console())
+        make_report(out)
         return
     command = f"fedprophet deploy run {shlex.quote(str(pilot.path))}"
     text = f"Start it again: {command}"

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from fedprophet.cli.options import print_json
+from fedprophet.errors import FedProphetError
 from fedprophet.report.document import report_of
 from fedprophet.report.page import write_page
 from fedprophet.runs.files import RunFiles
@@ -40,6 +41,18 @@ def report_command(
     if json_:
         print_json(report.to_json())
     else:
+        typer.echo(f"Report: {file}")
+
+
+def make_report(run: Path, quietly: bool = False) -> None:
+    """Make a page of a finished run, which is whole without it, and say where it is."""
+    file = RunFiles(run).report
+    try:
+        write_page(report_of([run]), file)
+    except (FedProphetError, OSError) as error:
+        typer.echo(f"note: no report was made: {error}", err=True)
+        return
+    if not quietly:
         typer.echo(f"Report: {file}")
 
 

@@ -7,13 +7,12 @@ import typer
 from rich.console import Console
 
 from fedprophet.cli.options import Logs, MethodName, Overrides, print_json, with_method
+from fedprophet.cli.report import make_report
 from fedprophet.config.choices import engines
 from fedprophet.config.load import load_config
 from fedprophet.display.progress import observer_for
 from fedprophet.display.summary import show_results
-from fedprophet.errors import ConfigError, FedProphetError
-from fedprophet.report.document import report_of
-from fedprophet.report.page import write_page
+from fedprophet.errors import ConfigError
 from fedprophet.runs.observer import Observers
 from fedprophet.runs.play import play
 from fedprophet.runs.run import Run, reopen, start
@@ -59,18 +58,7 @@ def train_command(
         print_json(results)
     else:
         show_results(results, run.files.path, Console())
-    _make_report(run, quietly=json_)
-
-
-def _make_report(run: Run, quietly: bool) -> None:
-    """Make a page of the finished run, which is whole without it, and say where it is."""
-    try:
-        write_page(report_of([run.files.path]), run.files.report)
-    except (FedProphetError, OSError) as error:
-        typer.echo(f"note: no report was made: {error}", err=True)
-        return
-    if not quietly:
-        typer.echo(f"Report: {run.files.report}")
+    make_report(run.files.path, quietly=json_)
 
 
 def _open(
