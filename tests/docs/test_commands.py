@@ -44,6 +44,8 @@ NOT_RUN = {
     r"fedprophet train .*model\.weights=imagenet": "downloads weights (tests/models/test_weights.py)",
     r"fedprophet train .*--engine cuda.*": "needs a GPU (tests/engines/test_cuda.py)",
     r"fedprophet train .*--engine flower-sim": "starts Ray (tests/flower/test_simulation.py)",
+    r"fedprophet watch .*--serve.*": "serves until Ctrl-C (tests/cli/test_watch.py)",
+    r"fedprophet reproduce (all|table[23] ?(?!.*--no-train).*)": "trains for minutes (tests/cli/test_reproduce.py)",
     r"flwr run .*": "leaves a server behind (tests/flower/test_flwr_run.py)",
     r"pkill .*": "ends whatever server is running on this machine",
     r"scp .*": "needs another machine",
@@ -61,6 +63,9 @@ GIVEN = {
     "docs/how-to/evaluate.md": f"mkdir runs; {RUN} runs/try",
     "docs/how-to/move.md": f"mkdir runs; {RUN} runs/cifar10-fedprophet-1",
     "docs/how-to/production.md": f"{PILOT}; {RUN} pilot/runs/run-1",
+    "docs/how-to/report.md": f"mkdir runs; {RUN} runs/digits-fedprophet-1; {JFAT} runs/digits-jfat-1",
+    "docs/how-to/reproduce.md": "ln -s ${PYTHONPATH%/src}/benchmarks benchmarks",
+    "docs/how-to/watch.md": f"mkdir runs; {RUN} runs/digits-fedprophet-1",
     "docs/how-to/resume.md": f"mkdir runs; {RUN} runs/digits-fedprophet-1",
     "docs/how-to/robust.md": f"{RUN} RUN",
     "docs/reference/commands.md": (

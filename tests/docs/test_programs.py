@@ -36,6 +36,12 @@ for name in ("jfat", "fedprophet"):
     tiny |= {"measure": {"clients": 2, "steps": 1}}
     fedprophet.train(tiny, out=f"runs/{name}-0")
 """,
+    "docs/how-to/report.md": """
+import fedprophet
+tiny = {"rounds": 1, "train": {"iterations": 1, "warmup": 0}, "attack": {"steps": 1}, "memory": {"budget": "50%"}}
+tiny |= {"evaluate": {"clients": 2, "steps": 1, "test_samples": 20}, "measure": {"clients": 2, "steps": 1}}
+fedprophet.train(tiny, out="runs/digits-fedprophet-1")
+""",
     "docs/how-to/fleet.md": """
 from fedprophet.cascade import atoms, cost as costs, partition as parts
 from fedprophet.messages.values import Resources
@@ -48,7 +54,12 @@ seed, round, client, download_bytes, upload_bytes = 0, 1, 2, 1000, 1000
 }
 """What a page takes for granted, as a program that runs before its own."""
 
-LARGE = {"README.md": ('"rounds": 40', '"rounds": 1, "train": {"iterations": 1, "warmup": 0}')}
+TINY = '{"rounds": 1, "train": {"iterations": 1, "warmup": 0}, "evaluate": {"clients": 2, "test_samples": 20}}'
+LARGE = {
+    "docs/how-to/report.md": ("server.wait()", ""),
+    "docs/how-to/watch.md": ('train("digits"', f"train({TINY}"),
+    "README.md": ('"rounds": 40', '"rounds": 1, "train": {"iterations": 1, "warmup": 0}'),
+}
 """What is written for a reader's patience, and what takes its place here."""
 
 PROGRAMS = [page for page in PAGES if any(block.language == "python" for block in blocks(page))]
