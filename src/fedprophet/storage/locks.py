@@ -15,7 +15,7 @@ log = logging.getLogger("fedprophet")
 LOCK = ".lock"
 """The lock's file. It stays in the folder: deleting it would let two processes hold different locks."""
 
-MOMENT = 0.25
+MOMENT = 1.0
 """Seconds in which a lock must be had before another process counts as its holder: who only looks is gone by then."""
 
 
@@ -35,7 +35,7 @@ def folder_lock(folder: Path, on_wait: Callable[[], object] = lambda: None) -> I
     lock = FileLock(folder / LOCK, mode=0o666, fallback_to_soft=False)
     try:
         try:
-            lock.acquire(timeout=MOMENT, poll_interval=MOMENT / 10)
+            lock.acquire(timeout=MOMENT, poll_interval=MOMENT / 50)
         except Timeout:
             on_wait()
             lock.acquire()
