@@ -40,7 +40,17 @@ class Scale:
 
 H200 = {"jfat": 701.0, "fedprophet": 3500 * 0.92}
 """benchmarks/results/cifar10.md: three jFAT runs; 1,179 s for 1,279 rounds of FedProphet, which has at most 3,500."""
-TWO_CORES: Mapping[str, float] = {}
+TWO_CORES = {
+    "jfat": 30.0,
+    "feddf": 57.0,
+    "fedet": 48.0,
+    "heterofl": 55.0,
+    "feddrop": 59.0,
+    "fedrolex": 62.0,
+    "fedrbn": 21.0,
+    "fedprophet": 38.0,
+}
+"""Half of the processor time that a run took with two workers on an AMD EPYC (docs/how-to/reproduce.md)."""
 
 
 def _setting(data: str, fleet: str, label: str, small: str, seconds: Mapping[str, float]) -> PaperSetting:
