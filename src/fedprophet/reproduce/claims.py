@@ -104,7 +104,7 @@ FIGURE8 = (
         lambda p: max(_each(p, SMALL_MU, "PGD")) - min(_each(p, SMALL_MU, "PGD")) <= NEAR,
     ),
     Claim(
-        "a large mu (1e-3) makes the perturbation behind module 1 smaller than none",
+        "with a large mu (1e-3) an attack moves the output of module 1 less than with none",
         lambda p: p(LARGE_MU, "Δz_1") < p("0", "Δz_1"),
     ),
     Claim("a large mu (1e-3) is less robust than 1e-5", lambda p: p(LARGE_MU, "PGD") < p("1e-5", "PGD")),

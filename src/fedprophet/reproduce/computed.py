@@ -32,7 +32,7 @@ FIGURE2_DEVICE = "TX2"
 ROUND = 1
 CASCADE = Variant("fedprophet", "fedprophet")
 ALONE = Variant("fedprophet-no-dma", "fedprophet", ("assignment.enabled=false",))
-OF_THE_CASCADE, OF_SUBNETWORKS = 50, 10
+OF_THE_CASCADE, OF_SUBNETWORKS = 50, 30
 OF_JOINT_TRAINING = 500
 """Rounds (of a stage) that the clock plays: a mean of so many. Each sub-network has to be built to be counted."""
 ROWS = ("jFAT", "FedDF-AT", "FedET-AT", "HeteroFL-AT", "FedDrop-AT", "FedRolex-AT", "FedRBN", "FedProphet")

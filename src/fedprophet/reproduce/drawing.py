@@ -131,6 +131,7 @@ def lines(x: str, *names: str) -> Draw:
     def draw(axes: "Axes", part: Part, numbers: Numbers, quantities: Sequence[Quantity]) -> None:
         right = axes.twinx()
         right.spines["top"].set_visible(False)
+        right.tick_params(labelsize=8, labelcolor=INK, color=PALE)
         for number, quantity in enumerate(_chosen(quantities, names)):
             side = axes if quantity.unit == "%" else right
             points = [(place, value.mean) for place, value in _ours(part, quantity.name)]
