@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from fedprophet.cli import train
+from fedprophet.cli import report
 from fedprophet.report.page import MARK
 
 
@@ -81,7 +81,7 @@ def test_a_report_that_fails_does_not_spoil_the_run(cli, copied, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(train, "write_page", full)
+    monkeypatch.setattr(report, "write_page", full)
     said = cli("train", "--resume", "run")
     assert said.code == 0
     assert "Files: run" in said.out
