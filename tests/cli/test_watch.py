@@ -224,3 +224,9 @@ def test_a_run_that_does_not_begin_is_not_waited_for_for_ever(cli, monkeypatch):
 )
 def test_mistakes(cli, stopped, arguments, text):
     assert text in cli("watch", *arguments).error
+
+
+@pytest.mark.parametrize("more", [[], ["--serve"]])
+def test_a_file_is_not_waited_for(cli, tmp_path, more):
+    (tmp_path / "file").write_text("")
+    assert "is a file. Give the folder of a run" in cli("watch", str(tmp_path / "file"), *more).error

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from fedprophet.report.page import write_page
 from fedprophet.report.serve import serve
 from fedprophet.runs.play import play
 from fedprophet.runs.run import start
+from fedprophet.storage.locks import folder_lock
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="the browser is driven by playwright, which is missing")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -242,6 +244,14 @@ def test_no_width_scrolls_sideways(opened, report, runs, width):
     assert right <= width
 
 
+def test_long_names_fit_a_phone(opened, report, runs, tmp_path):
+    names = [tmp_path / f"a-run-whose-folder-has-a-very-long-name-of-which-the-end-differs-{end}" for end in "ab"]
+    for name in names:
+        shutil.copytree(runs[0], name)
+    page = opened(report(*names), PHONE).page
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+
+
 def test_a_page_is_drawn_anew_when_its_width_changes(opened, report, runs):
     page = opened(report(runs[0])).page
     wide = page.locator('svg[data-key="end"]').get_attribute("viewBox")
@@ -283,7 +293,8 @@ def test_live_mode_follows_a_run(opened, runs, tmp_path):
     """Two runs; one goes on. Switches, open tables and the place on the page stay as they are."""
     path = without_results(runs[0], tmp_path / "run", 3)
     lines = (runs[0] / "journal.jsonl").read_text().splitlines(keepends=True)
-    with serve([path, runs[1]]) as server:
+    with serve([path, runs[1]]) as server, ExitStack() as process:
+        process.enter_context(folder_lock(path))
         found = opened(server.url)
         page, status = found.page, found.page.locator("#status")
         sync_api.expect(status).to_have_text("Live, round 3")
@@ -300,6 +311,8 @@ def test_live_mode_follows_a_run(opened, runs, tmp_path):
         assert page.locator(".toggle").nth(1).get_attribute("aria-pressed") == "false"
         assert page.locator("#accuracy details").first.get_attribute("open") is not None
         assert abs(page.evaluate("scrollY") - place) < 60
+        process.close()
+        sync_api.expect(status).to_have_text("Stopped after round 4")
         (path / "journal.jsonl").write_text("".join(lines))
         shutil.copy(runs[0] / "results.json", path / "results.json")
         sync_api.expect(status).to_have_text("Finished")
@@ -317,7 +330,7 @@ def test_live_mode_waits_for_a_run_to_begin(opened, runs, tmp_path):
         page = opened(server.url).page
         sync_api.expect(page.locator("h1")).to_have_text("No run to show yet")
         without_results(runs[0], path, 1)
-        sync_api.expect(page.locator("#status")).to_have_text("Live, round 1")
+        sync_api.expect(page.locator("#status")).to_have_text("Stopped after round 1")
         assert page.locator("h1").inner_text() == "FedProphet on digits"
 
 

@@ -9,6 +9,7 @@ from fedprophet.errors import CheckpointError
 from fedprophet.report import document
 from fedprophet.report.document import Assignment, Bars, Cascade, Curve, Faults, Reason, Steps, report_of
 from fedprophet.report.facts import Fact
+from fedprophet.storage.locks import folder_lock
 
 
 def only(*paths):
@@ -173,6 +174,14 @@ def test_an_unfinished_run_has_what_it_has(write_cascade):
     assert (stage.best, stage.epsilon, stage.last) == (None, 0.1, 2)
     assert run.cascade.whole == 200
     assert run.notes[0].startswith("It is not finished. Resume it with: fedprophet train --resume")
+
+
+def test_a_run_that_a_process_works_on_is_not_to_be_resumed(write_cascade):
+    path = write_cascade("run", finished=False)
+    with folder_lock(path):
+        run = only(path)
+    assert (run.working, run.notes) == (True, ())
+    assert only(path).working is False
 
 
 def document_notes(count):

@@ -9,6 +9,7 @@ import pytest
 from fedprophet.errors import ConfigError
 from fedprophet.report import serve as module
 from fedprophet.report.serve import serve
+from fedprophet.storage.locks import folder_lock
 
 
 def ask(server, path="/document.json", method="GET", **headers):
@@ -48,6 +49,10 @@ def test_folders_are_read_only_when_a_file_has_changed(run, monkeypatch):
         for _ in range(3):
             assert ask(server)[0] == 200
         assert len(read) == 1
+        with folder_lock(run):
+            assert json.loads(ask(server)[2])["runs"][0]["working"] is True
+        assert json.loads(ask(server)[2])["runs"][0]["working"] is False
+        assert len(read) == 3, "a process came, and went"
 
 
 def test_the_page_is_live(run):

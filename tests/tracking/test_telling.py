@@ -135,7 +135,7 @@ def test_what_trackers_remember(tmp_path):
 
 def test_the_tracker_of_the_documentation(small, monkeypatch):
     page = (Path(__file__).parents[2] / "docs" / "how-to" / "watch.md").read_text()
-    (example,) = re.findall("```python\n(.*?)```", page, re.DOTALL)
+    (*_, example) = re.findall("```python\n(.*?)```", page, re.DOTALL)
     train, given = fedprophet.train, []
     monkeypatch.setattr(fedprophet, "train", lambda preset, log: given.extend(log))
     exec(example, {})

@@ -72,13 +72,15 @@ def watch_command(
         else:
             _print_lines(watched, console)
     except KeyboardInterrupt:
-        again = f"fedprophet watch {shlex.quote(str(run))}"
+        again = f"fedprophet watch {shlex.quote(str(run))}" + " --serve" * serve
         typer.echo(f"the run is left as it is. Show it again with: {again}", err=True)
         raise typer.Exit(130) from None
 
 
 def _begun(run: Path) -> WatchedRun:
     """Return a run, or wait a while for it: a process that was just started takes some seconds to write its folder."""
+    if run.exists() and not run.is_dir():
+        raise ConfigError(f"{run} is a file. Give the folder of a run")
     if not RunFiles(run).config.exists():
         typer.echo(f"there is no run in {run} yet: waiting for it, at most {SECONDS_TO_BEGIN} seconds", err=True)
     for _ in range(SECONDS_TO_BEGIN):
@@ -131,7 +133,8 @@ def _print_lines(watched: WatchedRun, console: Console) -> None:
     path, shown = watched.files.path, None
     for look in _looks(watched):
         if shown is None:
-            say(console, headline(look.outline, path) if look.round else state_text(look, path))
+            if look.round or look.state != "stopped":  # of one that never began, its end says all
+                say(console, headline(look.outline, path) if look.round else state_text(look, path))
             shown = max(look.round - 1, 0)
         if look.round < shown:
             say(console, f"the run went back to round {look.round}")

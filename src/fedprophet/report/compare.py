@@ -10,8 +10,9 @@ from fedprophet.config.config import Config, machine_keys
 from fedprophet.display.numbers import counted
 from fedprophet.fleet.availability import FleetSettings
 from fedprophet.methods import METHODS
-from fedprophet.report.runs import Kind, RunSummary, read_run
+from fedprophet.report.runs import RunSummary, read_run
 from fedprophet.runs.engine_history import engines_text
+from fedprophet.runs.summary import Kind
 from fedprophet.settings.toml import shown
 from fedprophet.settings.values import CUSTOM
 

@@ -1,7 +1,7 @@
 """Runs as one document of plain values, which a page, or a program, makes pictures of.
 
 It holds what a picture needs and no more: of a long run every n-th evaluation, and sums over rounds in a row. The same
-folders give the same document.
+folders give the same document, but for whether a process is working on them.
 """
 
 from collections import Counter
@@ -19,10 +19,11 @@ from fedprophet.display.summary import MEASURED_ON
 from fedprophet.methods import METHODS
 from fedprophet.report.compare import each_once
 from fedprophet.report.facts import Fact, machine_facts, run_facts
-from fedprophet.report.runs import KINDS, Amount, Count, Memory, ReadFolder, Share, Wire, of_record, read_folder
+from fedprophet.report.runs import Amount, Count, Memory, ReadFolder, Share, Wire, of_record, read_folder
 from fedprophet.runs.files import RunFiles, resume_hint
-from fedprophet.runs.summary import faulty_clients, moved_bytes, simulated_seconds
+from fedprophet.runs.summary import KINDS, faulty_clients, moved_bytes, simulated_seconds
 from fedprophet.server.coordinator import Record
+from fedprophet.storage.locks import is_locked
 from fedprophet.version import __version__
 
 FORMAT = 1
@@ -172,6 +173,8 @@ class RunDocument:
     path: str
     method: str
     finished: bool
+    working: bool | None
+    """Whether a process is working on it; None if that cannot be told."""
     rounds: int
     deployed: bool
     cascading: bool
@@ -266,13 +269,15 @@ def _run(folder: ReadFolder, label: str) -> RunDocument:
     config, journal = summary.config, RunFiles(summary.path).journal
     rounds = [of_record(_ROUND, record, record, journal) for record in records]
     stages = tuple(_stages(rounds, records, summary.time is not None))
-    unfinished = () if summary.finished else (f"It is not finished. {resume_hint(summary.path)}",)
+    working = False if summary.finished else is_locked(summary.path)
+    stopped = () if summary.finished or working else (f"It is not finished. {resume_hint(summary.path)}",)
     return RunDocument(
         label=label,
         name=_name(summary.path),
         path=str(summary.path),
         method=METHODS[config.method].paper,
         finished=summary.finished,
+        working=working,
         rounds=summary.rounds,
         deployed=summary.deployed,
         cascading=METHODS[config.method].cascade,
@@ -289,7 +294,7 @@ def _run(folder: ReadFolder, label: str) -> RunDocument:
         time=_time(folder),
         traffic=_traffic(folder),
         faults=_faults(records),
-        notes=(*unfinished, *summary.notes),
+        notes=(*stopped, *summary.notes),
     )
 
 

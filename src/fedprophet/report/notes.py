@@ -15,7 +15,8 @@ from fedprophet.report.compare import (
     reads,
     relevant_settings,
 )
-from fedprophet.report.runs import DEPLOYED, KINDS, Kind
+from fedprophet.report.runs import DEPLOYED
+from fedprophet.runs.summary import KINDS, Kind
 from fedprophet.storage.files import how_to_resume
 
 READING = (

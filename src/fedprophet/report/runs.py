@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -14,13 +14,10 @@ from fedprophet.runs.checkpoint import Checkpoints
 from fedprophet.runs.engine_history import EngineSpan, spans
 from fedprophet.runs.files import RunFiles
 from fedprophet.runs.journal import Journal
-from fedprophet.runs.summary import fault_count, moved_bytes, simulated_seconds, training_memory
+from fedprophet.runs.summary import KINDS, Kind, fault_count, moved_bytes, simulated_seconds, training_memory
 from fedprophet.server.coordinator import Record
 from fedprophet.storage.files import how_to_resume, is_deployed
 
-Kind = Literal["personalised", "uncalibrated", "global"]
-KINDS: tuple[Kind, ...] = ("personalised", "uncalibrated", "global")
-"""What an accuracy is of: the clients; if they calibrate their scores, the clients without that; the exported model."""
 EVALUATION = "evaluation.json"
 """What `fedprophet evaluate` has measured, besides the run's own summary."""
 DEPLOYED = "Flower, real devices"

@@ -18,6 +18,7 @@ from fedprophet.report.document import Report, report_of
 from fedprophet.report.page import page
 from fedprophet.report.runs import EVALUATION
 from fedprophet.runs.files import RunFiles
+from fedprophet.storage.locks import is_locked
 
 DOCUMENT = "/document.json"
 IDLE_SECONDS = 30
@@ -64,9 +65,10 @@ class LiveReport:
         self._version, self._report = "", Report(())
 
     def version(self) -> str:
-        """Return a text that is another one when a file of a run has changed."""
-        stamps = []
+        """Return a text that is another one when a file of a run has changed, or a process has come or gone."""
+        stamps: list[object] = []
         for path in self._paths:
+            stamps.append(is_locked(path))
             files = RunFiles(path)
             parts = (files.config, files.setup, files.journal, files.timings, files.flower, files.results)
             for file in (*parts, path / EVALUATION):

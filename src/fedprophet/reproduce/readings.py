@@ -11,9 +11,9 @@ from fedprophet.cascade.cost import ChainCost, cost_of
 from fedprophet.cascade.partition import Module, partition
 from fedprophet.config.config import Config
 from fedprophet.models import build
-from fedprophet.report.runs import Kind
 from fedprophet.reproduce.findings import Curve, Values, one
 from fedprophet.reproduce.runs import FinishedRun
+from fedprophet.runs.summary import Kind
 from fedprophet.sizes import parse_budget
 
 Reading = Callable[[FinishedRun], float | None]

@@ -1,7 +1,7 @@
 """Sums over the journal, and the closing summary of a run."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -15,6 +15,10 @@ from fedprophet.runs.setup import module_rows
 from fedprophet.server.convergence import score
 from fedprophet.server.coordinator import Record
 from fedprophet.version import __version__
+
+Kind = Literal["personalised", "uncalibrated", "global"]
+KINDS: tuple[Kind, ...] = ("personalised", "uncalibrated", "global")
+"""What an accuracy is of: the clients; if they calibrate their scores, the clients without that; the exported model."""
 
 
 def closing_summary(run: Run, engine: WatchedEngine, whole: Mapping[str, Tensor], record: Record) -> dict[str, Any]:

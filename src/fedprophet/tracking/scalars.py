@@ -4,10 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from fedprophet.runs.summary import fault_count, simulated_seconds
+from fedprophet.runs.summary import KINDS, fault_count, simulated_seconds
 from fedprophet.server.coordinator import Record
-
-CLOSING = ("personalised", "uncalibrated", "global")
 
 
 def round_scalars(record: Record, seconds: float, simulated: bool = True) -> dict[str, float]:
@@ -39,7 +37,7 @@ def closing_scalars(results: Mapping[str, Any]) -> dict[str, float]:
     """Return the accuracies of a finished run's model, such as `final/global/pgd20`."""
     return {
         f"final/{kind}/{attack}": cell["accuracy"]
-        for kind in CLOSING
+        for kind in KINDS
         for attack, cell in results.get(kind, {}).items()
         if cell["samples"]
     }

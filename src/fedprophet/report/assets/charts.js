@@ -69,11 +69,13 @@ function textWidth(text, weight = 400) {
   return pen.measureText(text).width;
 }
 
+// The middle is left out: names of runs often differ at their ends.
 function shortened(text, width, weight = 400) {
   if (textWidth(text, weight) <= width) return text;
-  let end = text.length;
-  while (end > 1 && textWidth(`${text.slice(0, end)}…`, weight) > width) end -= 1;
-  return end > 1 ? `${text.slice(0, end)}…` : "";
+  const cut = (kept) => `${text.slice(0, Math.ceil(kept / 2))}…${text.slice(text.length - Math.floor(kept / 2))}`;
+  let kept = text.length - 1;
+  while (kept > 1 && textWidth(cut(kept), weight) > width) kept -= 1;
+  return kept > 1 ? cut(kept) : "";
 }
 
 // The tooltip: shown for the mouse, a finger or the keyboard, and spoken for the keyboard ------------------------------

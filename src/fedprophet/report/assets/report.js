@@ -529,7 +529,7 @@ function draw() {
       section("hardware", "Hardware and versions", factList(runs, "hardware")),
       notesSection(runs),
     ],
-    html("footer", {}, `Made by fedprophet ${version} from ${all.map((run) => run.path).join(", ") || "no run"}. Nothing on this page was loaded from a network.`),
+    html("footer", {}, `Made by fedprophet ${version} from ${all.map((run) => run.path).join(", ") || "no run"}.${live ? "" : " Nothing on this page was loaded from a network."}`),
   ];
   main.replaceChildren(...parts.flat(Infinity).filter(Boolean));
   if (scrollY !== place) scrollTo({ top: place, behavior: "instant" });
@@ -582,7 +582,9 @@ async function ask() {
   }
   const { runs } = state.document;
   if (runs.length && runs.every((run) => run.finished)) return say("finished", "Finished");
-  return say("live", `Live, round ${whole(Math.max(0, ...runs.map((run) => run.rounds)))}`);
+  const round = whole(Math.max(0, ...runs.map((run) => run.rounds)));
+  const stopped = runs.length && runs.every((run) => run.finished || run.working === false);
+  return stopped ? say("lost", `Stopped after round ${round}`) : say("live", `Live, round ${round}`);
 }
 
 async function follow() {
