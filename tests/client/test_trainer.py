@@ -12,8 +12,9 @@ from fedprophet.attacks.pgd import pgd
 from fedprophet.cascade.atoms import Chain, explicit_chain
 from fedprophet.cascade.heads import build_head
 from fedprophet.cascade.norms import NormLayers, share_norm_layers
+from fedprophet.client.descent import Descent, batches
 from fedprophet.client.part import ModelPart
-from fedprophet.client.trainer import _Descent, batches, perturb, train
+from fedprophet.client.trainer import perturb, train
 from fedprophet.messages.tasks import Train
 from fedprophet.messages.values import LocalTraining
 from fedprophet.randomness import generator
@@ -225,11 +226,11 @@ def test_a_strong_proximal_term_holds_what_the_server_sent_and_nothing_else(laye
     hyper = LocalTraining(1, 8, 0.5, momentum=0.0, weight_decay=0.0, strong_convexity=0.0, proximal=2.0)
     x, labels = torch.rand(8, 3), torch.arange(8) % 2
     start = {name: p.detach().clone() for name, p in network.named_parameters()}
-    steps = _Descent(part.parameters(), hyper, anchored=part.shared_parameters())
+    steps = Descent(part.parameters(), hyper, anchored=part.shared_parameters())
     for push in (1.0, 0.0):
         for parameter in part.parameters():
             parameter.grad = torch.full_like(parameter, push)
-        steps()
+        steps(part.parameters())
     for name, parameter in network.named_parameters():
         own = layers == "local" and name.startswith("1.")
         assert torch.allclose(parameter, start[name] - (0.5 if own else 0.0), atol=1e-6), name

@@ -59,10 +59,21 @@ def pgd(
     objective: Callable[[Tensor], Tensor], clean: Tensor, threat: ThreatModel, generator: torch.Generator
 ) -> Tensor:
     """Return `clean` perturbed within the threat model so that the objective is high."""
-    clean = clean.detach()
+    return climb(objective, clean, random_start(clean, threat, generator), threat)
+
+
+def random_start(clean: Tensor, threat: ThreatModel, generator: torch.Generator) -> Tensor:
+    """Return a random point of each sample's ball."""
     if threat.harmless or clean.numel() == 0:
-        return clean.clone()
-    perturbed = _into_range(clean + STARTS[threat.norm](clean, threat.radius, generator), threat)
+        return clean.detach().clone()
+    return _into_range(STARTS[threat.norm](clean.detach(), threat.radius, generator).add_(clean.detach()), threat)
+
+
+def climb(objective: Callable[[Tensor], Tensor], clean: Tensor, perturbed: Tensor, threat: ThreatModel) -> Tensor:
+    """Return points of the ball around `clean` where the objective is higher than at those that are given."""
+    if threat.harmless or clean.numel() == 0:
+        return perturbed
+    clean, perturbed = clean.detach(), perturbed.detach()
     for _ in range(threat.steps):
         perturbed.requires_grad_()
         (gradient,) = torch.autograd.grad(objective(perturbed), perturbed)

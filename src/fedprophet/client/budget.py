@@ -1,0 +1,146 @@
+"""Which plan a local iteration needs to stay within a memory budget: the cheapest whose predicted peak fits.
+
+An iteration has two halves, attack and step, and a plan for each. Both take their memory beside what is there all the
+time: the part's parameters and norm statistics, the optimiser's momenta, and the batch.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from fedprophet.cascade.measure import LiveBytes, bytes_of, measured_peak, without_allocating
+from fedprophet.client.descent import Descent
+from fedprophet.client.memory_plan import MemoryPlan, Step
+from fedprophet.client.part import ModelPart
+from fedprophet.client.trainer import attacked, training_loss
+from fedprophet.errors import BudgetError
+from fedprophet.messages.values import LocalTraining
+from fedprophet.sizes import format_size
+from fedprophet.threat import ThreatModel
+
+ATTACK_STEPS = 2
+"""A second step of an attack takes what all further ones take."""
+T = TypeVar("T")
+
+
+class Planned(NamedTuple):
+    """A plan, and the bytes that an iteration by it is predicted to take."""
+
+    plan: MemoryPlan
+    peak: int
+
+
+@dataclass(frozen=True)
+class LocalIteration:
+    """What is planned: a part of a chain is attacked and trained on a batch of inputs of a shape (without the batch)."""
+
+    part: ModelPart
+    input_shape: tuple[int, ...]
+    training: LocalTraining
+    threat: ThreatModel | None
+
+    def cheapest(self, budget: int) -> Planned:
+        """Return the cheapest plan that is predicted to fit; BudgetError if none does."""
+        sizes = tuple(_halves(self.training.batch))
+        attack, attack_peak = self._first_fitting(((size, self._attack_peak(size)) for size in sizes), budget)
+        steps = ((step, self._step_peak(step)) for step in _steps(sizes))
+        step, step_peak = self._first_fitting(steps, budget)
+        return Planned(replace(step, attack=attack), max(attack_peak, step_peak))
+
+    def least(self) -> int:
+        """Return the bytes that the most economical plan is predicted to take."""
+        sizes = tuple(_halves(self.training.batch))
+        return max(self._attack_peak(sizes[-1]), min(self._step_peak(step) for step in _steps(sizes)))
+
+    def predicted(self, plan: MemoryPlan) -> int:
+        """Return the bytes that an iteration by a plan is predicted to take; nothing is allocated."""
+        return max(self._attack_peak(plan.attack), self._step_peak(plan))
+
+    def measured(self, plan: MemoryPlan) -> int:
+        """Run an iteration on random inputs; return the bytes that it took. The part is trained by it."""
+        labels, descent = self._beginning()
+
+        def iterate() -> None:
+            self._step(plan, self._attack(plan.attack, self._inputs(), labels), labels, descent)
+
+        return measured_peak(iterate, self.part.chain.device) + bytes_of([*self._held(descent), labels])
+
+    def _attack_peak(self, size: int) -> int:
+        return self._peak(lambda labels, _: self._attack(size, self._inputs(), labels)) if self.threat else 0
+
+    def _step_peak(self, plan: MemoryPlan) -> int:
+        return self._peak(lambda labels, descent: self._step(plan, self._inputs(), labels, descent))
+
+    def _peak(self, compute: Callable[[Tensor, Descent], object]) -> int:
+        part = self.part
+        modules = dict.fromkeys(
+            module
+            for root in (part.chain.model, *part.chain.modules(), *([part.head] if part.head is not None else []))
+            for module in root.modules()
+        )
+        with without_allocating(modules):
+            labels, descent = self._beginning()
+            with LiveBytes([*self._held(descent), labels]) as live:
+                compute(labels, descent)
+        return int(live.peak)
+
+    def _inputs(self) -> Tensor:
+        return self.part.take(torch.rand(self.training.batch, *self.input_shape))
+
+    def _beginning(self) -> tuple[Tensor, Descent]:
+        """Return labels, and an optimiser that has its momenta already."""
+        part = self.part
+        labels = torch.zeros(self.training.batch, dtype=torch.long, device=part.chain.device)
+        descent = Descent.of(part, self.training)
+        for parameter in part.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        descent(part.parameters())
+        return labels, descent
+
+    def _held(self, descent: Descent) -> Iterable[Tensor]:
+        part = self.part
+        tensors = part.chain.tensors
+        names = (*part.chain.shared(part.first, part.last), *part.chain.local(part.first, part.last))
+        head = [] if part.head is None else list(part.head.parameters())
+        return [*(tensors[name] for name in names), *head, *descent.held]
+
+    def _attack(self, size: int, x: Tensor, labels: Tensor) -> Tensor:
+        if self.threat is None:
+            return x
+        threat = replace(self.threat, steps=ATTACK_STEPS)
+        return attacked(self.part, x, labels, threat, self.training.strong_convexity, torch.Generator(), size)
+
+    def _step(self, plan: MemoryPlan, x: Tensor, labels: Tensor, descent: Descent) -> None:
+        training_loss(self.training, self.part, x, labels, plan).backward(descent)
+
+    def _first_fitting(self, found: Iterable[tuple[T, int]], budget: int) -> tuple[T, int]:
+        least = None
+        for choice, peak in found:
+            if peak <= budget:
+                return choice, peak
+            least = peak if least is None else min(least, peak)
+        assert least is not None
+        part = self.part
+        names = ", ".join(layer for atom in part.chain.atoms[part.first : part.last] for layer in atom.layers)
+        raise BudgetError(
+            f"{names} cannot be trained within {format_size(budget)} with a batch of {self.training.batch}: the most "
+            f"economical plan is predicted to take {format_size(least, 2)}. Give more memory, a smaller train.batch, "
+            "or modules of fewer atoms (a lower memory.budget)"
+        )
+
+
+def _halves(batch: int) -> Iterator[int]:
+    """Yield the whole batch, half of it, a quarter, … and one sample."""
+    while batch > 1:
+        yield batch
+        batch = -(-batch // 2)
+    yield 1
+
+
+def _steps(sizes: Iterable[int]) -> Iterator[MemoryPlan]:
+    for step in (Step.WHOLE, Step.FUSED, Step.ATOMS):
+        yield MemoryPlan(step=step)
+    yield from (MemoryPlan(step=Step.PIECES, piece=size) for size in list(sizes)[1:])
