@@ -35,7 +35,7 @@ class Planned(NamedTuple):
 
 @dataclass(frozen=True)
 class LocalIteration:
-    """What is planned: a part of a chain is attacked and trained on a batch of inputs of a shape (without the batch)."""
+    """What is planned: a part of a chain is attacked and trained on batches of inputs (their shape is one sample's)."""
 
     part: ModelPart
     input_shape: tuple[int, ...]
