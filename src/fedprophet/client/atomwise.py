@@ -13,7 +13,7 @@ where all means are over the batch. Each norm layer in an atom costs one more pa
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,10 +21,12 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedprophet.cascade.atoms import Atom
+from fedprophet.cascade.trace import TracedProgram, is_constant
 from fedprophet.client.part import ModelPart
 
 Descend = Callable[[Iterable[nn.Parameter]], None]
@@ -64,7 +66,10 @@ class AtomwiseStep:
         if part.head is not None:
             descend(part.head.parameters())
         for number in reversed(range(part.first, part.last)):
-            gradient = self._runs.pop().backward(gradient, wanted=number > part.first)
+            run = self._runs.pop()
+            if gradient is None:
+                continue  # nothing behind this atom depends on it
+            gradient = run.backward(gradient, wanted=number > part.first)
             names = (*part.chain.shared(number, number + 1), *part.chain.local(number, number + 1))
             tensors = part.chain.tensors
             descend(tensor for name in names if isinstance(tensor := tensors[name], nn.Parameter))
@@ -86,30 +91,31 @@ class _AtomRun:
         """Return the output; `owned` inputs may be overwritten on the way back."""
         raise NotImplementedError
 
-    def backward(self, gradient: Tensor, wanted: bool) -> Tensor:
-        """Add to the gradients of the parameters; return that of the input, if it is wanted."""
+    def backward(self, gradient: Tensor, wanted: bool) -> Tensor | None:
+        """Add to the gradients of the parameters; return that of the input, if it is wanted and there is one."""
         raise NotImplementedError
 
 
 class _WholeRun(_AtomRun):
-    """The whole batch at once. The second run draws what the first one drew, and leaves norm statistics as they are."""
+    """The whole batch at once. The second run begins with the buffers and the random state that the first one had."""
 
     def forward(self, owned: bool) -> Tensor:
         self._draws = _random_state(self._x.device)
+        self._buffers = [buffer.clone() for buffer in _buffers(self._atom)]
         with torch.no_grad():
             output: Tensor = self._atom(self._x)
         # An atom that only reshapes returns its input's memory, which the way back writes to.
         shared = output.untyped_storage()._cdata == self._x.untyped_storage()._cdata
         return output.clone() if shared else output
 
-    def backward(self, gradient: Tensor, wanted: bool) -> Tensor:
+    def backward(self, gradient: Tensor, wanted: bool) -> Tensor | None:
         x = self._x.detach().requires_grad_(wanted)
-        with _buffers_kept(self._atom):
+        with _buffers_kept(self._atom, self._buffers):
             with _random_state_of(self._draws, x.device):
                 output = self._atom(x)
             if output.requires_grad:
                 torch.autograd.backward(output, gradient)
-        return x.grad if x.grad is not None else gradient
+        return x.grad
 
 
 class _PiecewiseRun(_AtomRun):
@@ -122,39 +128,42 @@ class _PiecewiseRun(_AtomRun):
 
     def forward(self, owned: bool) -> Tensor:
         self._owned = owned
-        with torch.no_grad(), _buffers_kept(self._atom):
+        output: Tensor | None = None
+        with torch.no_grad():
             while self._gather_moments():
                 pass
-            output: Tensor | None = None
             for piece in self._pieces():
-                part = self._call(piece, self._x[piece])
-                output = part.new_empty((len(self._x), *part.shape[1:])) if output is None else output
+                # One call counts, as if it were that of the whole batch.
+                with _buffers_kept(self._atom) if output is not None else nullcontext():
+                    part = self._call(self._x[piece])
+                output = _empty(len(self._x), part) if output is None else output
                 output[piece] = part
                 del part
-        with torch.no_grad():
-            self._count_one_call()
+            for norm in self._norms:
+                norm.remember(len(self._x))
         assert output is not None
         return output
 
-    def backward(self, gradient: Tensor, wanted: bool) -> Tensor:
+    def backward(self, gradient: Tensor, wanted: bool) -> Tensor | None:
         with _buffers_kept(self._atom):
             for norm in reversed(self._norms):
                 self._gather_gradient(norm, gradient)
             inputs = self._x if self._owned or not wanted else torch.empty_like(self._x)
+            depends = False
             for piece in self._pieces():
                 x = self._x[piece].detach().requires_grad_(wanted)
-                output = self._call(piece, x)
+                output = self._call(x)
                 if output.requires_grad:
                     torch.autograd.backward(output, gradient[piece])
-                if wanted and x.grad is not None:
-                    inputs[piece] = x.grad
+                if x.grad is not None:
+                    inputs[piece], depends = x.grad, True
                 del x, output
-        return inputs
+        return inputs if depends else None
 
     def _pieces(self) -> Iterator[slice]:
         return pieces(len(self._x), self._piece)
 
-    def _call(self, piece: slice, x: Tensor, norms: "_PooledNorms | None" = None) -> Tensor:
+    def _call(self, x: Tensor, norms: "_PooledNorms | None" = None) -> Tensor:
         with norms or _PooledNorms(self._norms):
             output: Tensor = self._atom(x)
         return output
@@ -164,7 +173,8 @@ class _PiecewiseRun(_AtomRun):
         moments = _Moments()
         for piece in self._pieces():
             try:
-                self._call(piece, self._x[piece], _PooledNorms(self._norms, moments))
+                with _buffers_kept(self._atom):
+                    self._call(self._x[piece], _PooledNorms(self._norms, moments))
             except _EnoughError:
                 continue
             return False
@@ -177,7 +187,7 @@ class _PiecewiseRun(_AtomRun):
         sums = torch.zeros_like(norm.mean), torch.zeros_like(norm.mean)
         for piece in self._pieces():
             norms = _PooledNorms(self._norms, watched=norm)
-            output = self._call(piece, self._x[piece].detach().requires_grad_(), norms)
+            output = self._call(self._x[piece].detach().requires_grad_(), norms)
             assert norms.seen is not None
             x = norms.seen
             torch.autograd.grad(output, x, gradient[piece])
@@ -188,15 +198,6 @@ class _PiecewiseRun(_AtomRun):
             sums[1].add_(norm.sum(norm.standardised(x.detach()).mul_(g)))
         count = len(self._x) * norm.positions
         norm.gradient_means = sums[0] / count, sums[1] / count
-
-    def _count_one_call(self) -> None:
-        """Let running statistics see the batch once, as they would have in one call."""
-        for norm in self._norms:
-            norm.remember(len(self._x))
-        for layer in self._atom.body.leaves:
-            calls = getattr(layer, "num_batches_tracked", None)
-            if isinstance(calls, Tensor) and layer.training:
-                calls.add_(1)
 
 
 @dataclass(eq=False)
@@ -258,7 +259,7 @@ class _Moments:
         self._count = 0
 
     def add(self, layer: _Norm, x: Tensor) -> None:
-        self.layer = self.layer or layer  # the first call's: a layer's momentum may depend on how often it was called
+        self.layer = layer
         count = x.numel() // x.shape[1]
         variance, mean = torch.var_mean(x.detach(), dim=_all_but_channels(x), correction=0)
         variance, mean = variance.double(), mean.double()
@@ -354,9 +355,6 @@ def _all_but_channels(x: Tensor) -> tuple[int, ...]:
     return (0, *range(2, x.dim()))
 
 
-STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
-
-
 class _Draws(TorchDispatchMode):
     """Notices whether random numbers are drawn."""
 
@@ -378,27 +376,53 @@ def _divisible(atom: Atom, x: Tensor) -> bool:
     """Whether an atom gives the same for a batch in pieces.
 
     It does not if it draws random numbers, as dropout does: pieces would draw others. Nor if it keeps something of each
-    batch that is not a norm layer's statistics.
+    batch, unless that is a batch norm's: pieces would leave something else there.
     """
     if atom not in _DIVISIBLE:
         draws, x = _Draws(), x[:2]
+        buffers = _buffers(atom)
         with torch.no_grad(), _buffers_kept(atom), _random_state_of(_random_state(x.device), x.device), draws:
+            before = [buffer._version for buffer in buffers]
             atom(x)
-        kept = {name for layer in atom.body.leaves for name, _ in layer.named_buffers(recurse=False)}
-        _DIVISIBLE[atom] = not draws.any and kept <= STATISTICS
+            written = {id(buffer) for buffer, was in zip(buffers, before, strict=True) if buffer._version != was}
+        norms = (layer for layer in atom.body.leaves if isinstance(layer, _BatchNorm))
+        _DIVISIBLE[atom] = not draws.any and written <= {id(buffer) for norm in norms for buffer in norm.buffers()}
     return _DIVISIBLE[atom]
 
 
+def _buffers(atom: Atom) -> list[Tensor]:
+    """Return all buffers that an atom may write to: those of its layers, and those that no layer of it holds."""
+    works = (atom.body.train, atom.body.evaluate)
+    held = [b for module in (*works, *atom.body.leaves) if isinstance(module, nn.Module) for b in module.buffers()]
+    programs = [work for work in works if isinstance(work, TracedProgram)]
+    values = [program.value(name) for program in programs for name in program.attributes if not is_constant(name)]
+    raw = [value for value in values if isinstance(value, Tensor) and not isinstance(value, nn.Parameter)]
+    return list({id(buffer): buffer for buffer in (*held, *raw)}.values())
+
+
 @contextmanager
-def _buffers_kept(atom: Atom) -> Iterator[None]:
-    """Put the atom's buffers back after a `with` block that runs it more often than once."""
-    found = [(buffer, buffer.clone()) for layer in atom.body.leaves for buffer in layer.buffers()]
+def _buffers_kept(atom: Atom, values: Sequence[Tensor] = ()) -> Iterator[None]:
+    """Put the atom's buffers back after a `with` block that runs it once more, perhaps from other values."""
+    buffers = _buffers(atom)
+    found = [buffer.clone() for buffer in buffers]
+
+    def put(values: Sequence[Tensor]) -> None:
+        with torch.no_grad():
+            for buffer, value in zip(buffers, values, strict=True):
+                buffer.copy_(value)
+
     try:
+        put(values or found)
         yield
     finally:
-        with torch.no_grad():
-            for buffer, before in found:
-                buffer.copy_(before)
+        put(found)
+
+
+def _empty(samples: int, like: Tensor) -> Tensor:
+    """Return memory for so many samples, in the memory format of some of them."""
+    last = like.ndim == 4 and not like.is_contiguous() and like.is_contiguous(memory_format=torch.channels_last)
+    memory_format = torch.channels_last if last else torch.contiguous_format
+    return torch.empty((samples, *like.shape[1:]), dtype=like.dtype, device=like.device, memory_format=memory_format)
 
 
 def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:

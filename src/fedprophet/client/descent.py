@@ -40,6 +40,7 @@ def fused_loss(value: Tensor, part: ModelPart) -> Loss:
                 lambda complete: descent([complete])
             )
             for parameter in part.parameters()
+            if parameter.requires_grad
         ]
         try:
             value.backward()  # type: ignore[no-untyped-call]
