@@ -33,9 +33,9 @@ class Residual(nn.Module):
 
     def __init__(self, **options: object) -> None:
         super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(3, 4, 3, 2, 1, bias=False), nn.BatchNorm2d(4, **options)  # type: ignore[arg-type]
-        self.conv2, self.bn2 = nn.Conv2d(4, 4, 3, 1, 1, bias=False), nn.BatchNorm2d(4, **options)  # type: ignore[arg-type]
-        self.shortcut = nn.Sequential(nn.Conv2d(3, 4, 1, 2, bias=False), nn.BatchNorm2d(4, **options))  # type: ignore[arg-type]
+        self.conv1, self.bn1 = nn.Conv2d(3, 4, 3, 2, 1, bias=False), nn.BatchNorm2d(4, **options)
+        self.conv2, self.bn2 = nn.Conv2d(4, 4, 3, 1, 1, bias=False), nn.BatchNorm2d(4, **options)
+        self.shortcut = nn.Sequential(nn.Conv2d(3, 4, 1, 2, bias=False), nn.BatchNorm2d(4, **options))
 
     def forward(self, x: Tensor) -> Tensor:
         inner = F.relu(self.bn1(self.conv1(x)), inplace=True)
@@ -64,9 +64,9 @@ class OwnNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
-            return x - self.running_mean.view(1, -1, 1, 1)  # type: ignore[operator]
+            return x - self.running_mean.view(1, -1, 1, 1)
         mean = x.mean((0, 2, 3))
-        self.running_mean.mul_(0.9).add_(0.1 * mean.detach())  # type: ignore[operator]
+        self.running_mean.mul_(0.9).add_(0.1 * mean.detach())
         return x - mean.view(1, -1, 1, 1)
 
 
@@ -76,8 +76,8 @@ def _ending(*layers: nn.Module) -> nn.Sequential:
 
 
 def _plain_cnn(**options: object) -> nn.Sequential:
-    norm = nn.BatchNorm2d(4, **options)  # type: ignore[arg-type]
-    second = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4, **options), nn.ReLU(inplace=True))  # type: ignore[arg-type]
+    norm = nn.BatchNorm2d(4, **options)
+    second = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4, **options), nn.ReLU(inplace=True))
     return _ending(nn.Sequential(nn.Conv2d(3, 4, 3), norm, nn.ReLU(inplace=True), nn.MaxPool2d(2)), second)
 
 
@@ -174,7 +174,7 @@ def test_every_plan_gives_what_the_plain_step_gives(name: str, plan: MemoryPlan)
 )
 @pytest.mark.parametrize("name", ["conv, norm, relu in place, pool", "residual", "dropout"])
 def test_every_plan_knows_every_hyper_parameter(name: str, changes: dict[str, float], plan: MemoryPlan) -> None:
-    network, hyper = _network(name), replace(HYPER, **changes)  # type: ignore[arg-type]
+    network, hyper = _network(name), replace(HYPER, **changes)
     expected = _trained(network, PLAIN, hyper=hyper, last=1)
     assert expected[0] != _trained(network, PLAIN, hyper=replace(HYPER, learning_rate=0.2), last=1)[0]
     _assert_same(_trained(network, plan, hyper=hyper, last=1), expected)
@@ -228,7 +228,7 @@ def test_the_workers_fast_plan_is_cut_up_too_and_keeps_channels_last(name: str, 
 @pytest.mark.parametrize("plan", EVERY_PLAN, ids=str)
 def test_parameters_that_want_no_gradient_stay(plan: MemoryPlan) -> None:
     network = _network("conv, norm, relu in place, pool")
-    frozen = network[0][0].weight.requires_grad_(False)  # type: ignore[index]
+    frozen = network[0][0].weight.requires_grad_(False)
     expected = _trained(network, PLAIN)
     assert torch.equal(expected[1]["0.0.weight"], frozen)
     _assert_same(_trained(network, plan), expected)

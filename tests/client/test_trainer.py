@@ -30,18 +30,6 @@ def _linear(inputs: int = 2, classes: int = 2) -> tuple[nn.Linear, ModelPart]:
     return layer, ModelPart(explicit_chain([("layer", layer)]), 0, 1, None)
 
 
-def test_batches_are_shuffled_passes_whose_last_batch_may_be_smaller() -> None:
-    found = list(batches(5, 2, 7, TASK))
-    assert [len(batch) for batch in found] == [2, 2, 1, 2, 2, 1, 2]
-    assert sorted(torch.cat(found[:3]).tolist()) == [0, 1, 2, 3, 4]
-    assert sorted(torch.cat(found[3:6]).tolist()) == [0, 1, 2, 3, 4]
-    assert torch.cat(found[:3]).tolist() != torch.cat(found[3:6]).tolist()
-    again = list(batches(5, 2, 7, TASK))
-    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
-    other = torch.cat(list(batches(50, 50, 1, replace(TASK, client=8))))
-    assert other.tolist() != torch.cat(list(batches(50, 50, 1, TASK))).tolist()
-
-
 def test_one_iteration_is_one_sgd_step_with_weight_decay() -> None:
     layer, part = _linear()
     x, labels = torch.tensor([[1.0, 2.0], [-1.0, 0.5]]), torch.tensor([0, 1])
@@ -164,33 +152,6 @@ def test_training_stops_at_a_loss_that_is_not_finite() -> None:
     loss = train(TASK, part, torch.full((4, 2), float("nan")), torch.tensor([0, 1, 0, 1]))
     assert loss != loss
     assert torch.equal(layer.weight, weight)
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_training_takes_the_steps_of_torchs_own_optimiser_bit_for_bit(momentum: float, weight_decay: float) -> None:
-    hyper = LocalTraining(7, 4, 0.3, momentum=momentum, weight_decay=weight_decay, strong_convexity=0.0)
-    task = replace(TASK, training=hyper)
-    inputs, labels = torch.randn(10, 5, generator=torch.Generator().manual_seed(2)), torch.arange(10) % 3
-    (ours, part), (theirs, _) = _linear(5, 3), _linear(5, 3)
-    # A parameter that the loss does not depend on has no gradient, and is not decayed either.
-    ours.unused, theirs.unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    part = ModelPart(explicit_chain([("layer", ours)]), 0, 1, None)
-    assert ours.unused in set(part.parameters())
-    loss = train(task, part, inputs, labels)
-    optimiser = torch.optim.SGD(theirs.parameters(), lr=0.3, momentum=momentum, weight_decay=weight_decay)
-    losses = []
-    for batch in batches(10, 4, 7, task):
-        value = nn.functional.cross_entropy(theirs(inputs[batch]), labels[batch], reduction="none").mean()
-        optimiser.zero_grad()
-        value.backward()
-        optimiser.step()
-        losses.append(float(value.detach()))
-    for name, parameter in ours.named_parameters():
-        assert torch.equal(parameter, theirs.get_parameter(name))
-        assert parameter.grad is None
-    assert loss == sum(losses) / 7
-    assert len(set(losses)) == 7
 
 
 def test_the_proximal_term_draws_back_to_what_training_began_with() -> None:

@@ -8,6 +8,7 @@ statistics on a GPU.
 Both are peaks of what a computation allocates. What is there before it begins is named by the caller (`held`).
 """
 
+import math
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,8 +26,10 @@ from fedprophet.cascade.swap import swapped
 
 Transient = Callable[[tuple[Any, ...], Any], int]
 """Returns the bytes that an operation has allocated at its peak, given its arguments and result."""
-BLOCK = 16
+BLOCK, SMALL_BLOCK = 16, 8
 """oneDNN's own order of a tensor has channels in blocks of this many; the last one is filled up."""
+FEW = 3
+"""Images of this many channels or fewer are read as they are."""
 
 
 def _convolution(arguments: tuple[Any, ...], result: Tensor) -> int:
@@ -38,11 +41,21 @@ def _convolution(arguments: tuple[Any, ...], result: Tensor) -> int:
 def _convolution_backward(arguments: tuple[Any, ...], result: tuple[Tensor | None, ...]) -> int:
     gradient, x, weight, _, stride = arguments[:5]
     at_input, at_weight = ((part.nbytes if part is not None else 0) for part in result[:2])
-    blocked = at_input if x.shape[1] % BLOCK == 0 else at_input // x.shape[1] * -(-x.shape[1] // BLOCK) * BLOCK
-    copies = 2 if max(stride) == 1 else 3
-    first = max(gradient.nbytes + weight.nbytes + blocked, copies * at_input) if at_input else 0
-    second = max(x.nbytes + gradient.nbytes + at_weight, 2 * at_weight) if at_weight else 0
+    first = _at_input(gradient, x, weight, max(stride)) if at_input else 0
+    copied = 0 if x.shape[1] <= FEW else _blocked(x, SMALL_BLOCK if x.shape[1] <= SMALL_BLOCK else BLOCK)
+    second = max(copied + gradient.nbytes + at_weight, 2 * at_weight) if at_weight else 0
     return max(first, at_input + second)
+
+
+def _at_input(gradient: Tensor, x: Tensor, weight: Tensor, stride: int) -> int:
+    if stride > 1 and x.shape[1] <= FEW:
+        rows = weight.shape[0] * math.prod(x.shape[1:-1]) * weight.shape[-1] * weight.element_size()
+        return gradient.nbytes + x.nbytes + gradient.nbytes // len(gradient) + rows
+    return max(gradient.nbytes + weight.nbytes + _blocked(x, BLOCK), (2 if stride == 1 else 3) * x.nbytes)
+
+
+def _blocked(x: Tensor, block: int) -> int:
+    return x.nbytes // x.shape[1] * -(-x.shape[1] // block) * block
 
 
 def _batch_norm_backward(arguments: tuple[Any, ...], result: tuple[Tensor | None, ...]) -> int:

@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedprophet.cascade.measure import LiveBytes, bytes_of, measured_peak, without_allocating
 from fedprophet.client.descent import Descent
@@ -44,16 +45,15 @@ class LocalIteration:
 
     def cheapest(self, budget: int) -> Planned:
         """Return the cheapest plan that is predicted to fit; BudgetError if none does."""
-        sizes = tuple(_halves(self.training.batch))
-        attack, attack_peak = self._first_fitting(((size, self._attack_peak(size)) for size in sizes), budget)
-        steps = ((step, self._step_peak(step)) for step in _steps(sizes))
-        step, step_peak = self._first_fitting(steps, budget)
+        attack, attack_peak = self._first_fitting(self._attack_peak, self._attack_sizes(), budget)
+        step, step_peak = self._first_fitting(self._step_peak, self._steps(), budget)
         return Planned(replace(step, attack=attack), max(attack_peak, step_peak))
 
     def least(self) -> int:
         """Return the bytes that the most economical plan is predicted to take."""
-        sizes = tuple(_halves(self.training.batch))
-        return max(self._attack_peak(sizes[-1]), min(self._step_peak(step) for step in _steps(sizes)))
+        *_, attack = self._attack_sizes()
+        *_, step = self._steps()
+        return max(self._attack_peak(attack), min(self._step_peak(step), self._step_peak(MemoryPlan(step=Step.FUSED))))
 
     def predicted(self, plan: MemoryPlan) -> int:
         """Return the bytes that an iteration by a plan is predicted to take; nothing is allocated."""
@@ -116,31 +116,42 @@ class LocalIteration:
     def _step(self, plan: MemoryPlan, x: Tensor, labels: Tensor, descent: Descent) -> None:
         training_loss(self.training, self.part, x, labels, plan).backward(descent)
 
-    def _first_fitting(self, found: Iterable[tuple[T, int]], budget: int) -> tuple[T, int]:
-        least = None
-        for choice, peak in found:
-            if peak <= budget:
+    def _attack_sizes(self) -> Iterator[int]:
+        """Yield how many samples may be attacked at a time, 0 for all of them.
+
+        Norm layers that keep no statistics use the batch's in evaluation mode too: their samples know each other.
+        """
+        yield 0
+        layers = self.part.chain.modules(self.part.first, self.part.last)
+        if not any(isinstance(layer, _BatchNorm) and layer.running_mean is None for layer in layers):
+            yield from _halves(self.training.batch)
+
+    def _steps(self) -> Iterator[MemoryPlan]:
+        for step in (Step.WHOLE, Step.FUSED, Step.ATOMS):
+            yield MemoryPlan(step=step)
+        yield from (MemoryPlan(step=Step.PIECES, piece=size) for size in _halves(self.training.batch))
+
+    def _first_fitting(self, peak_of: Callable[[T], int], choices: Iterable[T], budget: int) -> tuple[T, int]:
+        for choice in choices:
+            if (peak := peak_of(choice)) <= budget:
                 return choice, peak
-            least = peak if least is None else min(least, peak)
-        assert least is not None
         part = self.part
         names = ", ".join(layer for atom in part.chain.atoms[part.first : part.last] for layer in atom.layers)
         raise BudgetError(
             f"{names} cannot be trained within {format_size(budget)} with a batch of {self.training.batch}: the most "
-            f"economical plan is predicted to take {format_size(least, 2)}. Give more memory, a smaller train.batch, "
-            "or modules of fewer atoms (a lower memory.budget)"
+            f"economical plan is predicted to take {format_size(self.least(), 2)}. Give more memory, a smaller "
+            "train.batch, or modules of fewer atoms (a lower memory.budget)"
         )
 
 
+PARTS = 16
+"""Fewer samples at a time than a batch has by this save next to nothing, and take long to predict."""
+
+
 def _halves(batch: int) -> Iterator[int]:
-    """Yield the whole batch, half of it, a quarter, … and one sample."""
-    while batch > 1:
+    """Yield half of a batch, a quarter of it, …, but not single samples: torch convolves them in ways of their own."""
+    least = max(2, -(-batch // PARTS))
+    while (batch := -(-batch // 2)) >= least:
         yield batch
-        batch = -(-batch // 2)
-    yield 1
-
-
-def _steps(sizes: Iterable[int]) -> Iterator[MemoryPlan]:
-    for step in (Step.WHOLE, Step.FUSED, Step.ATOMS):
-        yield MemoryPlan(step=step)
-    yield from (MemoryPlan(step=Step.PIECES, piece=size) for size in list(sizes)[1:])
+        if batch == least:
+            return

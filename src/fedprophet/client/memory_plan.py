@@ -27,5 +27,16 @@ class MemoryPlan:
     step: Step = Step.WHOLE
     piece: int = 0
 
+    def __str__(self) -> str:
+        """Return it in words."""
+        attack = f"attack {self.attack} at a time" if self.attack else ""
+        step = {
+            Step.WHOLE: "",
+            Step.FUSED: "step fused into backward",
+            Step.ATOMS: "step atom by atom",
+            Step.PIECES: f"step atom by atom in pieces of {self.piece}",
+        }[self.step]
+        return ", ".join(filter(None, (attack, step))) or "plain"
+
 
 PLAIN = MemoryPlan()
