@@ -36,9 +36,10 @@ def _network(**options: bool) -> nn.Sequential:
     return nn.Sequential(*blocks, nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(1024, 10)))
 
 
-def _iteration(
-    network: nn.Sequential | None = None, threat: ThreatModel | None = input_threat(0.1, 0.05, 3)
-) -> LocalIteration:
+THREAT = input_threat(0.1, 0.05, 3)
+
+
+def _iteration(network: nn.Sequential | None = None, threat: ThreatModel | None = THREAT) -> LocalIteration:
     chain = explicit_chain(network or _network())
     return LocalIteration(ModelPart(chain, 0, len(chain), None), (3, 32, 32), HYPER, threat)
 

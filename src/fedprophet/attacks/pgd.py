@@ -41,7 +41,7 @@ def _linf_step(delta: Tensor, gradient: Tensor, threat: ThreatModel) -> Tensor:
 def _l2_start(clean: Tensor, radius: float, generator: torch.Generator) -> Tensor:
     direction = _draw(clean, generator, lambda memory: memory.normal_(generator=generator))
     share = torch.rand(len(clean), *[1] * (clean.dim() - 1), generator=generator, device=generator.device)
-    return direction / (_per_sample_norm(direction) + _TINY) * radius * share.to(clean.device)
+    return direction.div_(_per_sample_norm(direction) + _TINY).mul_(radius).mul_(share.to(clean.device))
 
 
 def _l2_step(delta: Tensor, gradient: Tensor, threat: ThreatModel) -> Tensor:
@@ -66,7 +66,8 @@ def random_start(clean: Tensor, threat: ThreatModel, generator: torch.Generator)
     """Return a random point of each sample's ball."""
     if threat.harmless or clean.numel() == 0:
         return clean.detach().clone()
-    return _into_range(STARTS[threat.norm](clean.detach(), threat.radius, generator).add_(clean.detach()), threat)
+    start = STARTS[threat.norm](clean.detach(), threat.radius, generator).add_(clean.detach())
+    return _into_range(start, threat, out=start)
 
 
 def climb(objective: Callable[[Tensor], Tensor], clean: Tensor, perturbed: Tensor, threat: ThreatModel) -> Tensor:
@@ -94,6 +95,6 @@ def pgd_attack(logits: Logits, images: Tensor, labels: Tensor, threat: ThreatMod
         return Outcome(logits(attacked).argmax(dim=1) == labels)
 
 
-def _into_range(x: Tensor, threat: ThreatModel) -> Tensor:
+def _into_range(x: Tensor, threat: ThreatModel, out: Tensor | None = None) -> Tensor:
     low, high = threat.bounds
-    return x if math.isinf(low) and math.isinf(high) else x.clamp(low, high)
+    return x if math.isinf(low) and math.isinf(high) else torch.clamp(x, low, high, out=out)

@@ -13,7 +13,9 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from contextvars import ContextVar
+from itertools import islice
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from fedprophet.cascade.swap import swapped
 
+T = TypeVar("T")
 Transient = Callable[[tuple[Any, ...], Any], int]
 """Returns the bytes that an operation has allocated at its peak, given its arguments and result."""
 BLOCK, SMALL_BLOCK = 16, 8
@@ -113,6 +116,14 @@ class LiveBytes(TorchDispatchMode):
         self.now -= self._alive.pop(name)
 
 
+_predicting = ContextVar("_predicting", default=False)
+
+
+def repeated(pieces: Iterator[T]) -> Iterator[T]:
+    """Yield what a computation goes through; a prediction of it ends with the second, as all others take the same."""
+    return islice(pieces, 2) if _predicting.get() else pieces
+
+
 @contextmanager
 def without_allocating(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Give modules fake parameters and buffers within a `with` block in which every new tensor is a fake one."""
@@ -121,8 +132,12 @@ def without_allocating(modules: Iterable[nn.Module]) -> Iterator[None]:
         empty = torch.empty(tensor.shape, dtype=tensor.dtype)
         return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
-    with FakeTensorMode(), swapped(modules, fake):
-        yield
+    token = _predicting.set(True)
+    try:
+        with FakeTensorMode(), swapped(modules, fake):
+            yield
+    finally:
+        _predicting.reset(token)
 
 
 def measured_peak(compute: Callable[[], object], device: torch.device) -> int:

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedprophet.cascade.atoms import Atom
+from fedprophet.cascade.measure import repeated
 from fedprophet.cascade.trace import TracedProgram, is_constant
 from fedprophet.client.part import ModelPart
 
@@ -348,7 +349,7 @@ class _ThroughStatistics(torch.autograd.Function):
 
 def pieces(samples: int, size: int) -> Iterator[slice]:
     """Yield slices of at most `size` samples."""
-    return (slice(start, min(start + size, samples)) for start in range(0, samples, size))
+    return repeated(slice(start, min(start + size, samples)) for start in range(0, samples, size))
 
 
 def _all_but_channels(x: Tensor) -> tuple[int, ...]:

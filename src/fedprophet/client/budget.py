@@ -5,13 +5,16 @@ time: the part's parameters and norm statistics, the optimiser's momenta, and th
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fedprophet.cascade.atoms import Chain
+from fedprophet.cascade.cost import COPIES, ChainCost
+from fedprophet.cascade.heads import build_head
 from fedprophet.cascade.measure import LiveBytes, bytes_of, measured_peak, without_allocating
 from fedprophet.client.descent import Descent
 from fedprophet.client.memory_plan import MemoryPlan, Step
@@ -20,8 +23,10 @@ from fedprophet.client.trainer import attacked, training_loss
 from fedprophet.errors import BudgetError
 from fedprophet.messages.values import LocalTraining
 from fedprophet.sizes import format_size
-from fedprophet.threat import ThreatModel
+from fedprophet.threat import ThreatModel, feature_threat, input_threat
 
+RADIUS = 1.0
+"""How far an attack goes does not matter to its memory."""
 ATTACK_STEPS = 2
 """A second step of an attack takes what all further ones take."""
 T = TypeVar("T")
@@ -142,6 +147,46 @@ class LocalIteration:
             f"economical plan is predicted to take {format_size(self.least(), 2)}. Give more memory, a smaller "
             "train.batch, or modules of fewer atoms (a lower memory.budget)"
         )
+
+
+def iteration_of(chain: Chain, cost: ChainCost, first: int, last: int, training: LocalTraining) -> LocalIteration:
+    """Return the local iteration on some atoms, with a head where they are not the last, attacked at their input."""
+    ends = last == len(chain)
+    with torch.device("meta"):
+        head = None if ends else build_head(cost.atoms[last - 1].output[1:], cost.classes)
+    head = head if head is None or chain.device.type == "meta" else head.to_empty(device=chain.device)
+    part = ModelPart(chain, first, last, head)
+    if not first:
+        return LocalIteration(part, cost.input[1:], training, input_threat(RADIUS, RADIUS, ATTACK_STEPS))
+    before = cost.atoms[first - 1]
+    return LocalIteration(part, before.output[1:], training, feature_threat(RADIUS, ATTACK_STEPS, before.bounds))
+
+
+def training_of(cost: ChainCost) -> LocalTraining:
+    """Return the hyper-parameters that an iteration's memory depends on."""
+    momentum = 0.9 if cost.copies >= COPIES["sgd-momentum"] else 0.0
+    return LocalTraining(1, cost.batch, 1e-3, momentum=momentum, weight_decay=1e-4, strong_convexity=1e-5)
+
+
+@dataclass(frozen=True)
+class MeasuredCost(ChainCost):
+    """What a chain costs, with the memory that the most economical plan is predicted to take instead of the paper's."""
+
+    chain: Chain = field(kw_only=True, repr=False, compare=False)
+    training: LocalTraining = field(kw_only=True)
+    _known: dict[tuple[int, int], int] = field(init=False, repr=False, compare=False, default_factory=dict)
+
+    @classmethod
+    def of(cls, cost: ChainCost, chain: Chain, training: LocalTraining | None = None) -> "MeasuredCost":
+        """Return the cost of a chain whose other costs are known."""
+        values = {each.name: getattr(cost, each.name) for each in fields(ChainCost)}
+        return cls(**values, chain=chain, training=training or training_of(cost))
+
+    def memory(self, first: int, last: int) -> int:
+        """Return the bytes that training takes by the most economical plan, auxiliary head included."""
+        if (first, last) not in self._known:
+            self._known[first, last] = iteration_of(self.chain, self, first, last, self.training).least()
+        return self._known[first, last]
 
 
 PARTS = 16
