@@ -11,7 +11,7 @@ from fedprophet.cascade.atoms import Chain, chain_of, explicit_chain
 from fedprophet.cascade.cost import cost_of
 from fedprophet.cascade.heads import build_head
 from fedprophet.cascade.partition import partition
-from fedprophet.client.budget import LocalIteration
+from fedprophet.client.budget import LocalIteration, MeasuredCost, iteration_of
 from fedprophet.client.memory_plan import PLAIN, MemoryPlan, Step
 from fedprophet.client.part import ModelPart
 from fedprophet.errors import BudgetError
@@ -188,3 +188,46 @@ def test_every_module_of_resnet34_is_predicted_within_its_budget_and_one_is_meas
         assert peak <= budget
         if number == 6:
             assert iteration.measured(plan) <= budget
+
+
+def test_where_more_is_measured_than_predicted_the_smaller_budget_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured a quarter above every prediction: a plan for 8 MB is one that is predicted to fit 6.4 MB."""
+    iteration = _iteration()
+    plain = iteration.predicted(PLAIN)
+    factor = [1.25]
+    monkeypatch.setattr(LocalIteration, "measured", lambda self, plan: int(self.predicted(plan) * factor[0]))
+    found = iteration.checked(plain)
+    assert found.plan == iteration.cheapest(int(plain / 1.25)).plan != PLAIN
+    assert found.measured <= plain
+    assert found.budget == pytest.approx(plain / 1.25, abs=1)
+    factor[0] = 1.04
+    assert iteration.checked(int(plain * 1.1)).budget == int(plain * 1.1)
+    assert iteration.checked(plain).measured <= plain
+    factor[0] = 0.5
+    assert iteration.checked(plain).plan == PLAIN
+    factor[0] = 100.0
+    with pytest.raises(BudgetError):
+        iteration.checked(plain)
+
+
+def test_modules_cut_by_what_they_take_fit_and_the_rest_of_the_cost_is_the_papers() -> None:
+    """The paper counts less for the second atom than it takes, and more for the whole network."""
+    network = _network()
+    chain = explicit_chain(network)
+    paper = cost_of(chain, (3, 32, 32), 8, 10)
+    state, calls = torch.get_rng_state(), []
+    measured = MeasuredCost.of(paper, chain, HYPER)
+    for first, last in ((0, 1), (1, 2), (1, 4), (0, 5)):
+        iteration = iteration_of(chain, paper, first, last, HYPER)
+        assert measured.memory(first, last) == iteration.least()
+        assert (iteration.part.head is None) == (last == 5)
+        assert measured.flops(first, last) == paper.flops(first, last)
+    modules = partition(measured, measured.memory(1, 2))
+    assert all(module.memory == measured.memory(module.first, module.last) for module in modules)
+    assert [module.last for module in modules][-1] == 5
+    assert measured.total_memory == measured.memory(0, 5) != paper.total_memory
+    assert torch.equal(torch.get_rng_state(), state)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalIteration, "least", lambda self: calls.append(self))
+        measured.memory(0, 5)
+    assert calls == []

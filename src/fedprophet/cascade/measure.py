@@ -141,7 +141,7 @@ def without_allocating(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def measured_peak(compute: Callable[[], object], device: torch.device) -> int:
-    """Run something; return the largest number of bytes that it had allocated at a time."""
+    """Run something, perhaps twice; return the largest number of bytes that it had allocated at a time."""
     return _peak_on_cuda(compute, device) if device.type == "cuda" else _peak_on_cpu(compute)
 
 
@@ -160,8 +160,12 @@ def _peak_on_cpu(compute: Callable[[], object]) -> int:
 
 
 def _peak_on_cuda(compute: Callable[[], object], device: torch.device) -> int:
+    """Run something twice: what the first run sets up and leaves behind, such as workspaces, is part of the peak."""
     torch.cuda.synchronize(device)
+    torch._C._cuda_clearCublasWorkspaces()  # those of earlier computations would not be counted
     before = torch.cuda.memory_allocated(device)
+    compute()
+    torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     compute()
     torch.cuda.synchronize(device)

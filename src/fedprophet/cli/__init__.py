@@ -16,6 +16,7 @@ from fedprophet.cli.evaluate import evaluate_command, export_command
 from fedprophet.cli.fleet import fleet_app
 from fedprophet.cli.help_text import use_plain_help
 from fedprophet.cli.latency import latency_command
+from fedprophet.cli.memory import memory_command
 from fedprophet.cli.options import AsJson, print_listing
 from fedprophet.cli.partition import partition_command
 from fedprophet.cli.runs import runs_app
@@ -41,6 +42,7 @@ app.command("evaluate")(evaluate_command)
 app.command("export")(export_command)
 app.command("compare")(compare_command)
 app.command("partition")(partition_command)
+app.command("memory")(memory_command)
 app.command("latency")(latency_command)
 app.command("bench")(bench_command)
 app.add_typer(runs_app, name="runs")

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedprophet.cascade.atoms import Chain
-from fedprophet.cascade.cost import COPIES, ChainCost
-from fedprophet.cascade.heads import build_head
+from fedprophet.cascade.cost import ChainCost
+from fedprophet.cascade.heads import Head, build_head
 from fedprophet.cascade.measure import LiveBytes, bytes_of, measured_peak, without_allocating
 from fedprophet.client.descent import Descent
 from fedprophet.client.memory_plan import MemoryPlan, Step
@@ -32,11 +32,24 @@ ATTACK_STEPS = 2
 T = TypeVar("T")
 
 
+TOLERANCE = 0.05
+"""How far a measurement may exceed its prediction before a smaller budget is planned for."""
+
+
 class Planned(NamedTuple):
     """A plan, and the bytes that an iteration by it is predicted to take."""
 
     plan: MemoryPlan
     peak: int
+
+
+class Checked(NamedTuple):
+    """A plan, the bytes that an iteration by it was predicted and measured to take, and the budget it was made for."""
+
+    plan: MemoryPlan
+    peak: int
+    measured: int
+    budget: int
 
 
 @dataclass(frozen=True)
@@ -53,6 +66,19 @@ class LocalIteration:
         attack, attack_peak = self._first_fitting(self._attack_peak, self._attack_sizes(), budget)
         step, step_peak = self._first_fitting(self._step_peak, self._steps(), budget)
         return Planned(replace(step, attack=attack), max(attack_peak, step_peak))
+
+    def checked(self, budget: int) -> Checked:
+        """Return the cheapest plan that fits when it is measured; BudgetError if none does.
+
+        Where more is measured than predicted, the plan is made for a budget that is smaller by the same factor.
+        """
+        aimed = budget
+        while True:
+            plan, peak = self.cheapest(aimed)
+            measured = self.measured(plan)
+            if measured <= budget and (aimed < budget or measured <= peak * (1 + TOLERANCE)):
+                return Checked(plan, peak, measured, aimed)
+            aimed = aimed * peak // measured
 
     def least(self) -> int:
         """Return the bytes that the most economical plan is predicted to take."""
@@ -151,10 +177,11 @@ class LocalIteration:
 
 def iteration_of(chain: Chain, cost: ChainCost, first: int, last: int, training: LocalTraining) -> LocalIteration:
     """Return the local iteration on some atoms, with a head where they are not the last, attacked at their input."""
-    ends = last == len(chain)
-    with torch.device("meta"):
-        head = None if ends else build_head(cost.atoms[last - 1].output[1:], cost.classes)
-    head = head if head is None or chain.device.type == "meta" else head.to_empty(device=chain.device)
+    head = None
+    if last < len(chain):
+        with torch.device("meta"):  # nothing is drawn, since a run's draws must not depend on it
+            head = build_head(cost.atoms[last - 1].output[1:], cost.classes)
+        head = head if chain.device.type == "meta" else _of_zeros(head, chain.device)
     part = ModelPart(chain, first, last, head)
     if not first:
         return LocalIteration(part, cost.input[1:], training, input_threat(RADIUS, RADIUS, ATTACK_STEPS))
@@ -162,10 +189,12 @@ def iteration_of(chain: Chain, cost: ChainCost, first: int, last: int, training:
     return LocalIteration(part, before.output[1:], training, feature_threat(RADIUS, ATTACK_STEPS, before.bounds))
 
 
-def training_of(cost: ChainCost) -> LocalTraining:
-    """Return the hyper-parameters that an iteration's memory depends on."""
-    momentum = 0.9 if cost.copies >= COPIES["sgd-momentum"] else 0.0
-    return LocalTraining(1, cost.batch, 1e-3, momentum=momentum, weight_decay=1e-4, strong_convexity=1e-5)
+def _of_zeros(head: Head, device: torch.device) -> Head:
+    head = head.to_empty(device=device)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.zero_()
+    return head
 
 
 @dataclass(frozen=True)
@@ -177,10 +206,10 @@ class MeasuredCost(ChainCost):
     _known: dict[tuple[int, int], int] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     @classmethod
-    def of(cls, cost: ChainCost, chain: Chain, training: LocalTraining | None = None) -> "MeasuredCost":
+    def of(cls, cost: ChainCost, chain: Chain, training: LocalTraining) -> "MeasuredCost":
         """Return the cost of a chain whose other costs are known."""
         values = {each.name: getattr(cost, each.name) for each in fields(ChainCost)}
-        return cls(**values, chain=chain, training=training or training_of(cost))
+        return cls(**values, chain=chain, training=training)
 
     def memory(self, first: int, last: int) -> int:
         """Return the bytes that training takes by the most economical plan, auxiliary head included."""
