@@ -70,6 +70,25 @@ class OwnNorm(nn.Module):
         return x - mean.view(1, -1, 1, 1)
 
 
+class Centred(nn.Module):
+    """Lets samples know each other, and keeps nothing that would tell."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+class Folded(nn.Module):
+    """Works on a batch whose samples are taken apart."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(0, 1)
+
+
+class Unfolded(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x).unflatten(0, (-1, 4))
+
+
 def _ending(*layers: nn.Module) -> nn.Sequential:
     """Return a network of these atoms, the first of which reads 3x8x8 and the last of which gives 4 channels."""
     return nn.Sequential(*layers, nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, CLASSES)))
@@ -100,6 +119,8 @@ NETWORKS: dict[str, Callable[[], nn.Sequential]] = {
     "called twice, momentum None": lambda: _ending(nn.Conv2d(3, 4, 3), Twice(None)),
     "spectral norm": lambda: _ending(nn.Sequential(spectral_norm(nn.Conv2d(3, 4, 3)), nn.BatchNorm2d(4))),
     "a norm layer of one's own": lambda: _ending(nn.Sequential(nn.Conv2d(3, 4, 3), OwnNorm()), nn.ReLU()),
+    "a mean over the batch": lambda: _ending(nn.Sequential(nn.Conv2d(3, 4, 3), Centred()), nn.ReLU()),
+    "samples taken apart": lambda: _ending(nn.Conv2d(3, 4, 3), Folded(), Unfolded()),
     "reshaping": lambda: _ending(
         nn.Conv2d(3, 4, 3), nn.Identity(), nn.ReLU(inplace=True), nn.Flatten(2), nn.Unflatten(2, (6, 6))
     ),

@@ -14,7 +14,9 @@ from fedprophet.cascade.partition import partition
 from fedprophet.client.budget import LocalIteration, MeasuredCost, iteration_of
 from fedprophet.client.memory_plan import PLAIN, MemoryPlan, Step
 from fedprophet.client.part import ModelPart
+from fedprophet.client.trainer import train
 from fedprophet.errors import BudgetError
+from fedprophet.messages.tasks import Train
 from fedprophet.messages.values import LocalTraining
 from fedprophet.models import build
 from fedprophet.threat import ThreatModel, input_threat
@@ -175,6 +177,38 @@ def test_every_module_of_vgg16_keeps_within_its_budget() -> None:
         plan, peak = iteration.cheapest(budget)
         assert iteration.measured(plan) <= budget
         assert iteration.measured(plan) == pytest.approx(peak, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 1, 2, 5])
+def test_planned_modules_of_vgg16_learn_what_plain_ones_learn(number: int) -> None:
+    """One iteration with an attack, in float32: the updates differ by less than 1e-5 of their length."""
+    _, modules = _modules("vgg16", (3, 32, 32), 10, 64, 60 * 10**6)
+    iteration = modules[number]()
+    part = iteration.part
+    x = torch.rand(64, *iteration.input_shape, generator=torch.Generator().manual_seed(1))
+    task = Train(round=1, client=0, seed=3, training=replace(HYPER, batch=64), threat=iteration.threat)
+    tensors = {**part.chain.tensors, **{f"head.{k}": v for k, v in (part.head or nn.Module()).named_parameters()}}
+    start = {name: value.detach().clone() for name, value in tensors.items()}
+    ends = []
+    plan = iteration.cheapest(60 * 10**6).plan
+    assert plan != PLAIN
+    for way in (PLAIN, plan):
+        with torch.no_grad():
+            for name, value in tensors.items():
+                value.copy_(start[name])
+        train(task, part, x, torch.arange(64) % 10, plan=way)
+        ends.append({name: value.detach().clone() for name, value in tensors.items()})
+    counters = {name for name, value in start.items() if not value.is_floating_point()}
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in counters)
+    moved = {name for name, value in start.items() if not torch.equal(value, ends[0][name])} - counters
+    assert {id(p) for p in part.parameters()} <= {id(tensors[name]) for name in moved}
+    # All parameters as one vector: the bias of a convolution before a norm layer moves by rounding errors alone.
+    trained = {name for name in moved if isinstance(tensors[name], nn.Parameter)}
+    for names in (trained, moved - trained):
+        update = torch.cat([(ends[0][name] - start[name]).double().flatten() for name in names])
+        apart = torch.cat([(ends[1][name] - ends[0][name]).double().flatten() for name in names])
+        assert apart.norm() <= 1e-5 * update.norm()
 
 
 @pytest.mark.slow

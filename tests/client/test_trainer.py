@@ -13,12 +13,13 @@ from fedprophet.cascade.atoms import Chain, explicit_chain
 from fedprophet.cascade.heads import build_head
 from fedprophet.cascade.norms import NormLayers, share_norm_layers
 from fedprophet.client.descent import Descent, batches
+from fedprophet.client.memory_plan import MemoryPlan
 from fedprophet.client.part import ModelPart
 from fedprophet.client.trainer import perturb, train
 from fedprophet.messages.tasks import Train
 from fedprophet.messages.values import LocalTraining
 from fedprophet.randomness import generator
-from fedprophet.threat import input_threat
+from fedprophet.threat import ThreatModel, input_threat
 
 HYPER = LocalTraining(1, 4, learning_rate=0.5, momentum=0.9, weight_decay=0.1, strong_convexity=0.0)
 TASK = Train(round=3, client=7, seed=11, training=HYPER)
@@ -98,6 +99,20 @@ def test_the_step_is_taken_on_the_batch_that_the_attack_found() -> None:
     (gradient,) = torch.autograd.grad(loss, layer.weight)
     train(task, part, x, labels)
     assert torch.allclose(layer.weight, weight - 0.5 * (gradient + 0.1 * weight), atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 8])
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+def test_an_attack_on_some_samples_at_a_time_is_the_attack_on_all(norm: str, size: int) -> None:
+    """The same random start and the same steps: samples do not know each other."""
+    network, chain = _normed()
+    part = ModelPart(chain, 0, len(chain), None)
+    x, labels = torch.rand(8, 3, generator=torch.Generator().manual_seed(4)), torch.arange(8) % 2
+    task = replace(TASK, threat=ThreatModel(norm, 0.2, 0.05, 3, (0.0, 1.0)))
+    together = perturb(task, part, x, labels, 0)
+    assert not torch.equal(together, x)
+    assert torch.allclose(perturb(task, part, x, labels, 0, MemoryPlan(attack=size)), together, rtol=0, atol=1e-6)
+    assert all(parameter.requires_grad for parameter in network.parameters())
 
 
 def _normed() -> tuple[nn.Sequential, Chain]:

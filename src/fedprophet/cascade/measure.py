@@ -119,9 +119,14 @@ class LiveBytes(TorchDispatchMode):
 _predicting = ContextVar("_predicting", default=False)
 
 
+def predicting() -> bool:
+    """Whether tensors have no values, since only their memory matters."""
+    return _predicting.get()
+
+
 def repeated(pieces: Iterator[T]) -> Iterator[T]:
     """Yield what a computation goes through; a prediction of it ends with the second, as all others take the same."""
-    return islice(pieces, 2) if _predicting.get() else pieces
+    return islice(pieces, 2) if predicting() else pieces
 
 
 @contextmanager

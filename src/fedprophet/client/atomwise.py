@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedprophet.cascade.atoms import Atom
-from fedprophet.cascade.measure import repeated
+from fedprophet.cascade.measure import predicting, repeated
 from fedprophet.cascade.trace import TracedProgram, is_constant
 from fedprophet.client.part import ModelPart
 
@@ -46,7 +46,7 @@ class AtomwiseStep:
         """Return the mean loss; gradients of the exit are ready, and nothing is changed but norm statistics."""
         part = self._part
         for number in range(part.first, part.last):
-            run = self._run_of(number, x)
+            run = self._run_of(number, x, len(labels))
             x = run.forward(owned=number > part.first)
             self._runs.append(run)
         total = x.new_zeros(())
@@ -75,9 +75,9 @@ class AtomwiseStep:
             tensors = part.chain.tensors
             descend(tensor for name in names if isinstance(tensor := tensors[name], nn.Parameter))
 
-    def _run_of(self, number: int, x: Tensor) -> "_AtomRun":
+    def _run_of(self, number: int, x: Tensor, samples: int) -> "_AtomRun":
         atom = self._part.chain.atoms[number]
-        if len(x) > self._piece and _divisible(atom, x):
+        if len(x) == samples > self._piece and _divisible(atom, x):
             return _PiecewiseRun(atom, x, self._piece)
         return _WholeRun(atom, x)
 
@@ -370,24 +370,32 @@ class _Draws(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+NEAR = 1e-3
+"""What two samples give one by one may differ by this share from what they give together."""
 _DIVISIBLE: WeakKeyDictionary[Atom, bool] = WeakKeyDictionary()
 
 
 def _divisible(atom: Atom, x: Tensor) -> bool:
-    """Whether an atom gives the same for a batch in pieces.
+    """Whether an atom gives the same for a batch in pieces; it is tried out on two samples, once.
 
     It does not if it draws random numbers, as dropout does: pieces would draw others. Nor if it keeps something of each
-    batch, unless that is a batch norm's: pieces would leave something else there.
+    batch, unless that is a batch norm's; nor if its samples know each other in any other way.
     """
-    if atom not in _DIVISIBLE:
-        draws, x = _Draws(), x[:2]
-        buffers = _buffers(atom)
-        with torch.no_grad(), _buffers_kept(atom), _random_state_of(_random_state(x.device), x.device), draws:
-            before = [buffer._version for buffer in buffers]
-            atom(x)
-            written = {id(buffer) for buffer, was in zip(buffers, before, strict=True) if buffer._version != was}
+    if atom in _DIVISIBLE:
+        return _DIVISIBLE[atom]
+    draws, x, buffers = _Draws(), x[:2], _buffers(atom)
+    with torch.no_grad(), _buffers_kept(atom), _random_state_of(_random_state(x.device), x.device):
+        before = [buffer._version for buffer in buffers]
+        with draws:
+            whole = atom(x)
+        written = {id(buffer) for buffer, was in zip(buffers, before, strict=True) if buffer._version != was}
         norms = (layer for layer in atom.body.leaves if isinstance(layer, _BatchNorm))
-        _DIVISIBLE[atom] = not draws.any and written <= {id(buffer) for norm in norms for buffer in norm.buffers()}
+        simple = not draws.any and written <= {id(buffer) for norm in norms for buffer in norm.buffers()}
+        if not simple or len(whole) != 2 or predicting():
+            return simple and len(whole) == 2
+        apart = _PiecewiseRun(atom, x, 1).forward(owned=False)
+    near = NEAR * float(whole.abs().max())
+    _DIVISIBLE[atom] = torch.allclose(apart, whole, rtol=0, atol=near, equal_nan=True)
     return _DIVISIBLE[atom]
 
 
