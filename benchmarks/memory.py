@@ -319,8 +319,10 @@ def commit() -> str:
     return found.stdout.strip()
 
 
-def measured(name: str, budgets: Sequence[int], device: torch.device, repeat: int, folder: Path) -> dict[str, Any]:
-    """Return everything about one model."""
+def measured(
+    name: str, budgets: Sequence[int], device: torch.device, repeat: int, folder: Path
+) -> Iterator[dict[str, Any]]:
+    """Yield everything about one model, again after every budget."""
     model = Model(name, device, repeat)
     whole = model.iteration(0, len(model.chain))
     found: dict[str, Any] = {
@@ -337,7 +339,7 @@ def measured(name: str, budgets: Sequence[int], device: torch.device, repeat: in
         modules = list(model.modules(budget * MB))
         swapped = model.swapped(budget * MB, folder) if device.type == "cpu" else None
         found["budgets"].append({"budget_bytes": budget * MB, "modules": modules, "swapped": swapped})
-    return found
+        yield found
 
 
 def page(document: dict[str, Any]) -> Page:
@@ -442,9 +444,17 @@ def main() -> None:
     with torch_threads(1), TemporaryDirectory() as folder:
         for name in chosen.models:
             budgets = chosen.budgets or SETTINGS[name].budgets
-            document["models"][name] = measured(name, budgets, torch.device(chosen.device), chosen.repeat, Path(folder))
-            path.write_text(json.dumps(document, indent=1) + "\n")
-            chosen.out.with_suffix(".md").write_text(markdown(page(document)))
+            before = document["models"].get(name, {}).get("budgets", [])
+            for found in measured(name, budgets, torch.device(chosen.device), chosen.repeat, Path(folder)):
+                document["models"][name] = {**found, "budgets": _together(before, found["budgets"])}
+                path.write_text(json.dumps(document, indent=1) + "\n")
+                chosen.out.with_suffix(".md").write_text(markdown(page(document)))
+
+
+def _together(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what was measured for other budgets before, and now."""
+    entries = {entry["budget_bytes"]: entry for entry in (*before, *now)}
+    return [entries[budget] for budget in sorted(entries)]
 
 
 if __name__ == "__main__":
