@@ -51,6 +51,8 @@ from fedprophet.threads import torch_threads
 RESULTS = Path(__file__).parent / "results" / "memory"
 ATTACK_STEPS, TIMED_STEPS = 10, 2
 MB = 10**6
+STEP = (False, True)
+"""A pass is one of the attack, or the step."""
 
 
 @dataclass(frozen=True)
@@ -268,38 +270,34 @@ class Model:
         iteration = self.iteration(0, len(self.chain))
         trial, file = Trial(iteration), SwapFile(folder / "swap")
         trial.step(PLAIN)
+        passes = {
+            step: self._swap_for(trial, Swap(file, 0, iteration.part.parameters()), step, budget) for step in STEP
+        }
+        attack, step = (self._swapped_pass(trial, passes[step][0], step) for step in STEP)
+        total = {key: ATTACK_STEPS * attack[key] + step[key] for key in attack}
+        return {**total, "in_memory_bytes": max(in_memory for _, in_memory in passes.values())}
+
+    def _swap_for(self, trial: Trial, swap: Swap, step: bool, budget: int) -> tuple[Swap, int]:
+        """Return the least that must be swapped in a pass of an attack or a step, and the bytes that stay in memory."""
         held = bytes_of([*self.chain.tensors.values(), *trial.descent.held, trial.labels, trial.inputs])
-        sizes = bytes_of(iteration.part.parameters())
+        size = bytes_of(trial.iteration.part.parameters())
 
         def peak(swap: Swap) -> int:
-            def compute() -> None:
-                with swap.one_pass(step=False):
-                    trial.attack(PLAIN, steps=1)
-                with swap.one_pass(step=True):
-                    trial.step(PLAIN)
+            return held + measured_peak(lambda: self._swapped_pass(trial, swap, step), trial.device)
 
-            return held + measured_peak(compute, trial.device)
-
-        nothing = peak(Swap(file, 0, iteration.part.parameters()))
+        nothing = peak(swap)  # of the activations is kept
         missing = max(nothing - budget, 0)
-        momenta = min(missing, sizes)
-        gradients = min(missing - momenta, sizes)
-        weights = min(missing - momenta - gradients, sizes)
+        momenta = min(missing, size)
+        gradients = min(missing - momenta, size) if step else 0
+        weights = min(missing - momenta - gradients, size)
         allowance = max(budget - nothing, 0)
-        swap = Swap(file, allowance, iteration.part.parameters(), momenta, gradients, weights)
-        in_memory = peak(swap)
-        while in_memory > max(budget, nothing):  # what is kept is alive together with more than the largest layer
+        swap = replace(swap, allowance=allowance, momenta=momenta, gradients=gradients, weights=weights)
+        in_memory = peak(swap) if allowance else nothing
+        while allowance and in_memory > budget:  # what is kept is alive together with more than the largest layer
             allowance = max(allowance - (in_memory - budget), 0)
             swap = replace(swap, allowance=allowance)
             in_memory = peak(swap)
-        attack, step = self._swapped_pass(trial, swap, step=False), self._swapped_pass(trial, swap, step=True)
-        total = {key: ATTACK_STEPS * attack[key] + step[key] for key in attack}
-        return {
-            **total,
-            "in_memory_bytes": in_memory - momenta - gradients - weights,
-            "swapped_parameter_bytes": momenta + gradients + weights,
-            "beyond_budget_bytes": max(in_memory - momenta - gradients - weights - budget, 0),
-        }
+        return swap, in_memory - momenta - gradients - weights
 
     def _swapped_pass(self, trial: Trial, swap: Swap, step: bool) -> dict[str, float]:
         swap.file.reset()
