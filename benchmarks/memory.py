@@ -128,12 +128,12 @@ class Swap:
     """Bytes of them that do not fit: momenta are swapped once a step, gradients too, weights in every pass."""
     _places: dict[int, int] = field(default_factory=dict)
     _back: "weakref.WeakValueDictionary[int, Tensor]" = field(default_factory=weakref.WeakValueDictionary)
-    _kept: int = 0
+    kept: int = 0
 
     @contextmanager
     def one_pass(self, step: bool) -> Iterator[None]:
         """Swap during a forward and a backward pass."""
-        self._kept, self.file.end = 0, 0
+        self.kept, self.file.end = 0, 0
         known = {parameter.untyped_storage()._cdata for parameter in self.parameters}
 
         def pack(tensor: Tensor) -> Any:
@@ -142,8 +142,8 @@ class Swap:
             if name in known or tensor.nbytes < mmap.PAGESIZE or tensor.nbytes != storage.nbytes():
                 return tensor
             if name not in self._places:
-                if self._kept + tensor.nbytes <= self.allowance:
-                    self._kept += tensor.nbytes
+                if self.kept + tensor.nbytes <= self.allowance:
+                    self.kept += tensor.nbytes
                     return tensor
                 self._places[name] = self.file.write(tensor)
                 weakref.finalize(storage, self._places.pop, name, None)
@@ -290,14 +290,13 @@ class Model:
         momenta = min(missing, size)
         gradients = min(missing - momenta, size) if step else 0
         weights = min(missing - momenta - gradients, size)
-        allowance = max(budget - nothing, 0)
-        swap = replace(swap, allowance=allowance, momenta=momenta, gradients=gradients, weights=weights)
-        in_memory = peak(swap) if allowance else nothing
-        while allowance and in_memory > budget:  # what is kept is alive together with more than the largest layer
-            allowance = max(allowance - (in_memory - budget), 0)
-            swap = replace(swap, allowance=allowance)
-            in_memory = peak(swap)
-        return swap, in_memory - momenta - gradients - weights
+        swap = replace(swap, momenta=momenta, gradients=gradients, weights=weights)
+        if missing:
+            return swap, nothing - momenta - gradients - weights
+        swap = replace(swap, allowance=budget)
+        while (in_memory := peak(swap)) > budget:  # all of them are kept at first, then as many fewer as are too many
+            swap = replace(swap, allowance=max(swap.kept - (in_memory - budget), 0))
+        return swap, in_memory
 
     def _swapped_pass(self, trial: Trial, swap: Swap, step: bool) -> dict[str, float]:
         swap.file.reset()
