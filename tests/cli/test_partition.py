@@ -106,3 +106,15 @@ def test_help_has_an_example():
     result = call("--help")
     assert result.exit_code == 0
     assert "partition vgg16 --input 3x32x32 --classes 10 --batch 64 --budget 60MB" in " ".join(result.stdout.split())
+
+
+def test_modules_can_be_cut_by_what_they_take():
+    small = ["vgg-small", "--input", "1x16x16", "--batch", "32", "--budget", "1600kB"]
+    paper, measured = document(*small), document(*small, "--memory-model", "measured")
+    assert document(*small, "--memory-model", "paper") == paper
+    assert measured["total_memory_bytes"] != paper["total_memory_bytes"]
+    assert measured["total_flops"] == paper["total_flops"]
+    assert all(module["memory_bytes"] <= 1_600_000 for module in measured["modules"])
+    assert [m["layers"] for m in measured["modules"]] != [m["layers"] for m in paper["modules"]]
+    assert isinstance(call(*small, "--memory-model", "mine").exception, ConfigError)
+    assert isinstance(call(*small, "--memory-model", "measured", "--optimizer", "adam").exception, ConfigError)

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from fedprophet.cascade.atoms import explicit_chain
+from fedprophet.client.descent import batches
 from fedprophet.client.distill import distill, distillation_losses
 from fedprophet.client.features import FeatureCache
 from fedprophet.client.layer_store import ClientStore
 from fedprophet.client.part import ModelPart
 from fedprophet.client.run import Client, run_client
-from fedprophet.client.trainer import batches
 from fedprophet.client.workspace import Workspace
 from fedprophet.data.dataset import ClientData, LocalExamples, TensorExamples
 from fedprophet.messages.modules import ModuleStore

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedprophet.attacks.pgd import pgd
+from fedprophet.attacks.pgd import climb
 from fedprophet.cascade.atoms import explicit_chain
 from fedprophet.cascade.heads import build_head
 from fedprophet.client.features import FeatureCache
@@ -102,11 +102,11 @@ def test_loss_and_attack_see_the_prior(workspace, client, monkeypatch):
     """Two samples, one step: the loss is that of scores 0 + log π, and the attack climbs that very loss."""
     attacked = []
 
-    def watched(losses, x, threat, draw):
+    def watched(losses, x, perturbed, threat):
         attacked.append(float(losses(x).detach()))
-        return pgd(losses, x, threat, draw)
+        return climb(losses, x, perturbed, threat)
 
-    monkeypatch.setattr("fedprophet.client.trainer.pgd", watched)
+    monkeypatch.setattr("fedprophet.client.trainer.climb", watched)
     one = replace(HYPER, iterations=1, batch=6)
     task = Train(**{**fields(workspace), "parameters": undecided(workspace)}, training=one, threat=THREAT)
     cases = ((0.0, math.log(3)), (1.0, -(5 * math.log(6 / 9) + math.log(2 / 9)) / 6))

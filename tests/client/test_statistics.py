@@ -67,11 +67,11 @@ def attacks(workspace, monkeypatch) -> list[tuple[float, bool]]:
     """Replace the attack, and list the running mean and the mode of the norm layer that it met."""
     met: list[tuple[float, bool]] = []
 
-    def attack(objective, x, threat, draw):
+    def attack(objective, x, perturbed, threat):
         met.append((float(workspace.chain.tensors[MEAN]), workspace.chain.model.all[1].training))
         return x / 2 + 0.3
 
-    monkeypatch.setattr(trainer, "pgd", attack)
+    monkeypatch.setattr(trainer, "climb", attack)
     return met
 
 

@@ -12,12 +12,14 @@ from fedprophet.attacks.pgd import pgd
 from fedprophet.cascade.atoms import Chain, explicit_chain
 from fedprophet.cascade.heads import build_head
 from fedprophet.cascade.norms import NormLayers, share_norm_layers
+from fedprophet.client.descent import Descent, batches
+from fedprophet.client.memory_plan import MemoryPlan
 from fedprophet.client.part import ModelPart
-from fedprophet.client.trainer import _Descent, batches, perturb, train
+from fedprophet.client.trainer import perturb, train
 from fedprophet.messages.tasks import Train
 from fedprophet.messages.values import LocalTraining
 from fedprophet.randomness import generator
-from fedprophet.threat import input_threat
+from fedprophet.threat import ThreatModel, input_threat
 
 HYPER = LocalTraining(1, 4, learning_rate=0.5, momentum=0.9, weight_decay=0.1, strong_convexity=0.0)
 TASK = Train(round=3, client=7, seed=11, training=HYPER)
@@ -97,6 +99,20 @@ def test_the_step_is_taken_on_the_batch_that_the_attack_found() -> None:
     (gradient,) = torch.autograd.grad(loss, layer.weight)
     train(task, part, x, labels)
     assert torch.allclose(layer.weight, weight - 0.5 * (gradient + 0.1 * weight), atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 8])
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+def test_an_attack_on_some_samples_at_a_time_is_the_attack_on_all(norm: str, size: int) -> None:
+    """The same random start and the same steps: samples do not know each other."""
+    network, chain = _normed()
+    part = ModelPart(chain, 0, len(chain), None)
+    x, labels = torch.rand(8, 3, generator=torch.Generator().manual_seed(4)), torch.arange(8) % 2
+    task = replace(TASK, threat=ThreatModel(norm, 0.2, 0.05, 3, (0.0, 1.0)))
+    together = perturb(task, part, x, labels, 0)
+    assert not torch.equal(together, x)
+    assert torch.allclose(perturb(task, part, x, labels, 0, MemoryPlan(attack=size)), together, rtol=0, atol=1e-6)
+    assert all(parameter.requires_grad for parameter in network.parameters())
 
 
 def _normed() -> tuple[nn.Sequential, Chain]:
@@ -186,11 +202,11 @@ def test_a_strong_proximal_term_holds_what_the_server_sent_and_nothing_else(laye
     hyper = LocalTraining(1, 8, 0.5, momentum=0.0, weight_decay=0.0, strong_convexity=0.0, proximal=2.0)
     x, labels = torch.rand(8, 3), torch.arange(8) % 2
     start = {name: p.detach().clone() for name, p in network.named_parameters()}
-    steps = _Descent(part.parameters(), hyper, anchored=part.shared_parameters())
+    steps = Descent(part.parameters(), hyper, anchored=part.shared_parameters())
     for push in (1.0, 0.0):
         for parameter in part.parameters():
             parameter.grad = torch.full_like(parameter, push)
-        steps()
+        steps(part.parameters())
     for name, parameter in network.named_parameters():
         own = layers == "local" and name.startswith("1.")
         assert torch.allclose(parameter, start[name] - (0.5 if own else 0.0), atol=1e-6), name

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fedprophet.client.trainer import batches
+from fedprophet.client.descent import batches
 from fedprophet.engines.fusing import batch_sizes
 from fedprophet.fast.kernels import Kernels
 from fedprophet.messages.tasks import Train

@@ -13,8 +13,9 @@ from fedprophet import models
 from fedprophet.cascade.atoms import Chain, chain_of
 from fedprophet.cascade.channels import Channels, channels_of, kept_channels, random_channels
 from fedprophet.cascade.narrow import narrow_chain
+from fedprophet.client.descent import batches
 from fedprophet.client.part import ModelPart
-from fedprophet.client.trainer import batches, train
+from fedprophet.client.trainer import train
 from fedprophet.fast.folded import FoldedStack
 from fedprophet.fast.kernels import Kernels, gathered
 from fedprophet.fast.narrow import (

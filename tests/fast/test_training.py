@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fedprophet.client.trainer import batches, train
+from fedprophet.client.descent import batches
+from fedprophet.client.trainer import train
 from fedprophet.fast.draws import Draws
 from fedprophet.fast.folded import FoldedStack
 from fedprophet.fast.kernels import Kernels

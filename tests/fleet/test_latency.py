@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fedprophet.cascade.atoms import chain_of
 from fedprophet.cascade.cost import AtomCost, ChainCost, cost_of
-from fedprophet.client.trainer import batches as trained_batches
+from fedprophet.client.descent import batches as trained_batches
 from fedprophet.errors import ConfigError
 from fedprophet.fleet.latency import Workload, batch_sizes, client_seconds, local_time, workload_of
 from fedprophet.fleet.network import Link

@@ -6,6 +6,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from fedprophet.cascade.atoms import chain_of
+from fedprophet.cascade.cost import ChainCost
+from fedprophet.client.budget import MeasuredCost
 from fedprophet.data.dataset import from_tensors
 from fedprophet.errors import ConfigError, ModelError
 from fedprophet.messages.values import BACKBONE, SERVER
@@ -198,3 +200,24 @@ def test_the_server_of_a_simulation_knows_the_shards_and_that_of_real_devices_do
     assert away.world.aggregator.sizes(0) is None
     registered = assemble(tiny({"aggregate.sizes": [9, 8, 7, 6, 5, 4]}), engine=lambda parts: Devices())
     assert [registered.world.aggregator.sizes(k) for k in range(6)] == [9, 8, 7, 6, 5, 4]
+
+
+def test_modules_are_counted_by_the_paper_or_by_what_they_take(tiny) -> None:
+    """On the tiny run by either; the whole model's share is then one of the same model of memory."""
+    paper = assemble(tiny())
+    measured = assemble(tiny({"memory.model": "measured"}))
+    assert type(paper.world.cost) is ChainCost
+    cost = measured.world.cost
+    assert isinstance(cost, MeasuredCost)
+    assert cost.training == measured.world.local_training(1)
+    assert measured.budget == int(0.45 * cost.total_memory) != paper.budget
+    for module in measured.world.modules:
+        assert module.memory == cost.memory(module.first, module.last) <= measured.budget
+    names = [name for name, tensor in paper.world.chain.tensors.items()]
+    for name in names:  # counting has drawn nothing, and left everything in its place
+        assert torch.equal(paper.world.chain.tensors[name], measured.world.chain.tensors[name])
+
+
+def test_methods_without_modules_are_counted_by_the_paper(tiny) -> None:
+    session = assemble(tiny({"memory.model": "measured", "method": "jfat"}))
+    assert type(session.world.cost) is ChainCost

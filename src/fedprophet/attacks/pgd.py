@@ -41,7 +41,7 @@ def _linf_step(delta: Tensor, gradient: Tensor, threat: ThreatModel) -> Tensor:
 def _l2_start(clean: Tensor, radius: float, generator: torch.Generator) -> Tensor:
     direction = _draw(clean, generator, lambda memory: memory.normal_(generator=generator))
     share = torch.rand(len(clean), *[1] * (clean.dim() - 1), generator=generator, device=generator.device)
-    return direction / (_per_sample_norm(direction) + _TINY) * radius * share.to(clean.device)
+    return direction.div_(_per_sample_norm(direction) + _TINY).mul_(radius).mul_(share.to(clean.device))
 
 
 def _l2_step(delta: Tensor, gradient: Tensor, threat: ThreatModel) -> Tensor:
@@ -59,10 +59,22 @@ def pgd(
     objective: Callable[[Tensor], Tensor], clean: Tensor, threat: ThreatModel, generator: torch.Generator
 ) -> Tensor:
     """Return `clean` perturbed within the threat model so that the objective is high."""
-    clean = clean.detach()
+    return climb(objective, clean, random_start(clean, threat, generator), threat)
+
+
+def random_start(clean: Tensor, threat: ThreatModel, generator: torch.Generator) -> Tensor:
+    """Return a random point of each sample's ball."""
     if threat.harmless or clean.numel() == 0:
-        return clean.clone()
-    perturbed = _into_range(clean + STARTS[threat.norm](clean, threat.radius, generator), threat)
+        return clean.detach().clone()
+    start = STARTS[threat.norm](clean.detach(), threat.radius, generator).add_(clean.detach())
+    return _into_range(start, threat, out=start)
+
+
+def climb(objective: Callable[[Tensor], Tensor], clean: Tensor, perturbed: Tensor, threat: ThreatModel) -> Tensor:
+    """Return points of the ball around `clean` where the objective is higher than at those that are given."""
+    if threat.harmless or clean.numel() == 0:
+        return perturbed
+    clean, perturbed = clean.detach(), perturbed.detach()
     for _ in range(threat.steps):
         perturbed.requires_grad_()
         (gradient,) = torch.autograd.grad(objective(perturbed), perturbed)
@@ -83,6 +95,6 @@ def pgd_attack(logits: Logits, images: Tensor, labels: Tensor, threat: ThreatMod
         return Outcome(logits(attacked).argmax(dim=1) == labels)
 
 
-def _into_range(x: Tensor, threat: ThreatModel) -> Tensor:
+def _into_range(x: Tensor, threat: ThreatModel, out: Tensor | None = None) -> Tensor:
     low, high = threat.bounds
-    return x if math.isinf(low) and math.isinf(high) else x.clamp(low, high)
+    return x if math.isinf(low) and math.isinf(high) else torch.clamp(x, low, high, out=out)

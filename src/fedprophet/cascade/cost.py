@@ -9,8 +9,7 @@ Everything is counted on tensors without data (torch's meta device): at once for
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fedprophet.cascade.atoms import Atom, Chain
 from fedprophet.cascade.heads import BYTES, HeadCost, head_cost
+from fedprophet.cascade.swap import swapped
 from fedprophet.cascade.trace import without_data
 from fedprophet.errors import ConfigError, ModelError
 
@@ -174,22 +174,6 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-@contextmanager
-def _emptied(modules: Iterable[nn.Module]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Swap every parameter and buffer for an empty one, tied ones for the same one, yield both, and put them back."""
-    tables: list[dict[str, Any]] = [table for module in modules for table in (module._parameters, module._buffers)]
-    found = [(table, name, tensor) for table in tables for name, tensor in table.items() if tensor is not None]
-    empty = {id(tensor): without_data(tensor) for _, _, tensor in found}
-    try:
-        for table, name, tensor in found:
-            table[name] = empty[id(tensor)]
-        parameters = [empty[id(tensor)] for _, _, tensor in found if isinstance(tensor, nn.Parameter)]
-        yield parameters, [empty[id(tensor)] for _, _, tensor in found if not isinstance(tensor, nn.Parameter)]
-    finally:
-        for table, name, tensor in found:
-            table[name] = tensor
-
-
 def _run(atom: Atom, x: Tensor, counter: _Counter) -> tuple[Tensor, int, int]:
     """Return an atom's output, activations and FLOPs, on tensors without data."""
     products = FlopCounterMode(display=False)
@@ -230,7 +214,7 @@ def cost_of(chain: Chain, input_shape: tuple[int, ...], batch: int, classes: int
     # The input normalisation is a layer of the chain, not of the model.
     modules = dict.fromkeys(module for root in (chain.model, *chain.modules()) for module in root.modules())
     parameters = _parameters(chain)
-    with chain.mode(0, len(chain), training=False), _emptied(modules) as (weights, buffers):
+    with chain.mode(0, len(chain), training=False), swapped(modules, without_data) as (weights, buffers):
         for atom, owned in zip(chain.atoms, parameters, strict=True):
             x, activations, flops = _run(atom, x, _Counter(weights, buffers))
             costs.append(AtomCost(atom.name, atom.layers, owned, activations, flops, tuple(x.shape), atom.bounds))

@@ -16,6 +16,7 @@ from fedprophet.cli.evaluate import evaluate_command, export_command
 from fedprophet.cli.fleet import fleet_app
 from fedprophet.cli.help_text import use_plain_help
 from fedprophet.cli.latency import latency_command
+from fedprophet.cli.memory import memory_command
 from fedprophet.cli.options import AsJson, print_listing
 from fedprophet.cli.partition import partition_command
 from fedprophet.cli.report import report_command
@@ -47,6 +48,7 @@ app.command("compare")(compare_command)
 app.command("report")(report_command)
 app.command("reproduce")(reproduce_command)
 app.command("partition")(partition_command)
+app.command("memory")(memory_command)
 app.command("latency")(latency_command)
 app.command("bench")(bench_command)
 app.add_typer(runs_app, name="runs")

@@ -13,8 +13,10 @@ from rich.text import Text
 
 from fedprophet.cascade.atoms import chain_of
 from fedprophet.cascade.cost import COPIES, ChainCost, cost_of
+from fedprophet.client.budget import MeasuredCost
 from fedprophet.display.tables import Page, show
 from fedprophet.errors import ConfigError, unknown
+from fedprophet.messages.values import LocalTraining
 from fedprophet.models import MODELS, build
 from fedprophet.sizes import parse_shape
 from fedprophet.storage.files import make_folder
@@ -33,7 +35,13 @@ ModelName = Annotated[str, typer.Argument(help=f"One of {', '.join(MODELS)}.")]
 InputShape = Annotated[str, typer.Option("--input", help="Shape of one input.")]
 Classes = Annotated[int, typer.Option(help="Number of classes.", min=2, max=10**6)]
 Batch = Annotated[int, typer.Option(help="Samples in a local batch.", min=1, max=10**6)]
+MEMORY_MODELS = ("paper", "measured")
+MemoryModel = Annotated[
+    str, typer.Option(help="Count by the paper's model of memory, or by what training is predicted to take: measured.")
+]
 Optimizer = Annotated[str, typer.Option(help=f"The clients' optimizer: {', '.join(COPIES)}.")]
+
+MOMENTA = {"sgd": 0.0, "sgd-momentum": 0.9}
 
 
 def print_json(document: Any) -> None:
@@ -67,13 +75,28 @@ def with_method(overrides: list[str] | None, **short: str | None) -> list[str]:
     return [*(overrides or ()), *(f"{key}={value}" for key, value in short.items() if value is not None)]
 
 
-def model_cost(model: str, shape: str, classes: int, batch: int, optimizer: str) -> ChainCost:
+def model_cost(
+    model: str, shape: str, classes: int, batch: int, optimizer: str, memory_model: str = "paper"
+) -> ChainCost:
+    if memory_model not in MEMORY_MODELS:
+        raise ConfigError(f"--memory-model: {unknown('model of memory', memory_model, MEMORY_MODELS)}")
     if optimizer not in COPIES:
         raise ConfigError(f"--optimizer: {unknown('optimizer', optimizer, COPIES)}")
     size = parse_shape(shape)
     with torch.device("meta"):  # the cost does not need weights: models of any size are built at once
         chain = chain_of(build(model, size, classes))
-    return cost_of(chain, size, batch, classes, COPIES[optimizer])
+    cost = cost_of(chain, size, batch, classes, COPIES[optimizer])
+    return cost if memory_model == "paper" else MeasuredCost.of(cost, chain, training_of(optimizer, batch))
+
+
+def training_of(optimizer: str, batch: int) -> LocalTraining:
+    """Return the hyper-parameters of local training, of which its memory depends on the optimizer and the batch."""
+    if optimizer not in MOMENTA:
+        raise ConfigError(
+            f"--optimizer {optimizer}: local training is SGD, and only its memory can be predicted. "
+            f"Give one of {', '.join(MOMENTA)}"
+        )
+    return LocalTraining(1, batch, 1e-3, momentum=MOMENTA[optimizer], weight_decay=1e-4, strong_convexity=1e-5)
 
 
 def open_folder(folder: Path | None) -> None:

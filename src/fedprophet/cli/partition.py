@@ -6,9 +6,19 @@ import typer
 
 from fedprophet.cascade.cost import ChainCost
 from fedprophet.cascade.partition import Module, partition
-from fedprophet.cli.options import Batch, Classes, InputShape, ModelName, Optimizer, model_cost, print_result
+from fedprophet.cli.options import (
+    Batch,
+    Classes,
+    InputShape,
+    MemoryModel,
+    ModelName,
+    Optimizer,
+    model_cost,
+    print_result,
+)
 from fedprophet.display.numbers import counted, percent
 from fedprophet.display.tables import Column, Page, Table
+from fedprophet.progress import progress_bar
 from fedprophet.sizes import format_count, format_size, parse_budget
 
 
@@ -19,15 +29,18 @@ def partition_command(
     classes: Classes = 10,
     batch: Batch = 64,
     optimizer: Optimizer = "sgd-momentum",
+    memory_model: MemoryModel = "paper",
     json_: Annotated[bool, typer.Option("--json", help="Print JSON, all sizes in bytes.")] = False,
 ) -> None:
     """Cut a model into modules that can each be trained within a memory budget (the paper's Algorithm 1).
 
     Example: fedprophet partition vgg16 --input 3x32x32 --classes 10 --batch 64 --budget 60MB
     """
-    cost = model_cost(model, input_, classes, batch, optimizer)
-    bytes_ = parse_budget(budget, cost.total_memory)
-    modules = partition(cost, bytes_)
+    cost = model_cost(model, input_, classes, batch, optimizer, memory_model)
+    with progress_bar() as watch:
+        watch("counting memory", 0, None)
+        bytes_ = parse_budget(budget, cost.total_memory)
+        modules = partition(cost, bytes_)
     document = _document(model, cost, bytes_, modules)
     print_result(document, _page(document, batch), json_)
 

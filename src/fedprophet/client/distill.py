@@ -3,8 +3,8 @@
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedprophet.client.descent import Loss, descend, whole_loss
 from fedprophet.client.part import ModelPart
-from fedprophet.client.trainer import descend
 from fedprophet.data.dataset import LocalExamples
 from fedprophet.messages.tasks import Distill
 from fedprophet.randomness import key, seed_global
@@ -14,12 +14,12 @@ def distill(task: Distill, part: ModelPart, examples: LocalExamples) -> float:
     """Train the part in place on the task's targets; return the mean loss of the iterations."""
     device = part.chain.device
 
-    def loss_of(iteration: int, batch: Tensor) -> Tensor:
+    def loss_of(iteration: int, batch: Tensor) -> Loss:
         seed_global(key(task.seed, "dropout", task.round, task.client, task.number, iteration))
         with part.mode(training=len(batch) > 1):
             logits = part.logits(part.take(examples.fetch(batch)))
         targets = {name: value[batch.to(value.device)].to(device) for name, value in task.targets.items()}
-        return distillation_losses(logits, targets).mean()
+        return whole_loss(distillation_losses(logits, targets).mean(), part)
 
     return descend(task, part, len(examples), loss_of)
 

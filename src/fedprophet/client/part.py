@@ -43,7 +43,10 @@ class ModelPart:
         With a prior π it is CE(W z + b + log π, y): the scores are then those of balanced labels (Menon et al., 2021;
         Chen et al., CalFAT, 2022).
         """
-        features = self.features(x)
+        return self.exit_losses(self.features(x), labels, strong_convexity)
+
+    def exit_losses(self, features: Tensor, labels: Tensor, strong_convexity: float) -> Tensor:
+        """Return each sample's loss, given z_m."""
         task_loss = F.cross_entropy(self._scores(features), labels, reduction="none")
         if self.head is None:
             return task_loss
@@ -82,6 +85,18 @@ class ModelPart:
         """Let norm layers normalise with the statistics they have, within a `with` block and a mode."""
         with flags(norm_modules(self.chain, self.first, self.last).values() if fixed else (), training=False):
             yield
+
+    @contextmanager
+    def untrained(self) -> Iterator[None]:
+        """Let no parameter want a gradient within a `with` block, so that nothing is kept for one."""
+        wanting = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        try:
+            for parameter in wanting:
+                parameter.requires_grad_(False)
+            yield
+        finally:
+            for parameter in wanting:
+                parameter.requires_grad_()
 
     def still(self) -> AbstractContextManager[None]:
         """Set evaluation mode within a `with` block in which nothing is trained: for attacks and evaluation."""

@@ -40,6 +40,11 @@ class MemorySettings(Section):
         description="The paper's R_min, which every module must fit: a size, or a share of what training the whole "
         "model needs.",
     )
+    model: Literal["paper", "measured"] = Field(
+        default="paper",
+        description="What FedProphet's modules and their assignment are counted by: the paper's model of memory, or "
+        "the memory that the most economical way to train them is predicted to take on a CPU.",
+    )
 
 
 class TrainSettings(Section):

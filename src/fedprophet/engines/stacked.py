@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from fedprophet.client.descent import batches
 from fedprophet.client.job import Job
 from fedprophet.client.statistics import under_attack
-from fedprophet.client.trainer import batches
 from fedprophet.engines.fusing import Fusing
 from fedprophet.engines.inputs import Inputs
 from fedprophet.engines.plain import PlainEngine

@@ -82,18 +82,7 @@ class World:
 
     def local_training(self, stage_round: int) -> LocalTraining:
         """Return the hyper-parameters of a round; the learning rate decays over the rounds of the stage."""
-        train = self.config.train
-        return LocalTraining(
-            iterations=train.iterations,
-            batch=train.batch,
-            learning_rate=train.learning_rate * train.decay ** (stage_round - 1),
-            momentum=train.momentum,
-            weight_decay=train.weight_decay,
-            strong_convexity=train.strong_convexity,
-            summed_heads=train.head_gradients == "summed",
-            fixed_statistics=self.config.norm.layers == "frozen" and stage_round > self.config.frozen_after_rounds,
-            proximal=train.proximal,
-        )
+        return local_training(self.config, stage_round)
 
     def calibration(self, client: int) -> float:
         """Return how many samples of each label a client counts beside its own; 0 where nothing is calibrated.
@@ -139,3 +128,19 @@ class World:
 def named(parameters: Parameters, names: Iterable[str]) -> dict[str, Tensor]:
     """Return the parameters of the names given."""
     return {name: parameters[name] for name in names}
+
+
+def local_training(config: Config, stage_round: int) -> LocalTraining:
+    """Return the hyper-parameters of a round; the learning rate decays over the rounds of the stage."""
+    train = config.train
+    return LocalTraining(
+        iterations=train.iterations,
+        batch=train.batch,
+        learning_rate=train.learning_rate * train.decay ** (stage_round - 1),
+        momentum=train.momentum,
+        weight_decay=train.weight_decay,
+        strong_convexity=train.strong_convexity,
+        summed_heads=train.head_gradients == "summed",
+        fixed_statistics=config.norm.layers == "frozen" and stage_round > config.frozen_after_rounds,
+        proximal=train.proximal,
+    )

@@ -14,6 +14,7 @@ from fedprophet.cascade.atoms import Chain, chain_of
 from fedprophet.cascade.cost import ChainCost, cost_of
 from fedprophet.cascade.norms import share_norm_layers
 from fedprophet.cascade.partition import partition
+from fedprophet.client.budget import MeasuredCost
 from fedprophet.client.features import FeatureCache
 from fedprophet.client.layer_store import ClientStore
 from fedprophet.client.workspace import Workspace
@@ -29,7 +30,7 @@ from fedprophet.messages.values import BACKBONE
 from fedprophet.methods import METHODS
 from fedprophet.methods.base import Method
 from fedprophet.methods.distillation import DistillationSettings
-from fedprophet.methods.world import Architecture, World
+from fedprophet.methods.world import Architecture, World, local_training
 from fedprophet.models.normalize import Normalize
 from fedprophet.models.weights import load_weights
 from fedprophet.randomness import global_rng
@@ -116,6 +117,8 @@ def _world(config: Config, dataset: Dataset, side: "ClientSide") -> tuple[World,
     """Return the server's side of a run, and the memory budget in bytes."""
     own = side.workspaces[BACKBONE]
     cost = _cost(config, own.chain, dataset)
+    if config.memory.model == "measured" and METHODS[config.method].cascade:
+        cost = MeasuredCost.of(cost, own.chain, local_training(config, stage_round=1))
     budget = parse_budget(config.memory.budget, cost.total_memory)
     with _about(f"memory.budget = {config.memory.budget}"):
         modules = partition(cost, budget if METHODS[config.method].cascade else cost.total_memory)

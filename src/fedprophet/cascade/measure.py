@@ -1,0 +1,177 @@
+"""The memory that a computation takes: predicted without allocating anything, or measured while it runs.
+
+A prediction runs the computation on fake tensors, which have shapes and no data, and follows what operations return
+until it is freed; what an operation takes for itself on the way is added from a table. A measurement reads the
+allocator, so it sees everything that goes through it, the workspaces of convolutions included: its events on a CPU, its
+statistics on a GPU.
+
+Both are peaks of what a computation allocates. What is there before it begins is named by the caller (`held`).
+"""
+
+import math
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from itertools import islice
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fedprophet.cascade.swap import swapped
+
+T = TypeVar("T")
+Transient = Callable[[tuple[Any, ...], Any], int]
+"""Returns the bytes that an operation has allocated at its peak, given its arguments and result."""
+BLOCK, SMALL_BLOCK = 16, 8
+"""oneDNN's own order of a tensor has channels in blocks of this many; the last one is filled up."""
+FEW = 3
+"""Images of this many channels or fewer are read as they are."""
+
+
+def _convolution(arguments: tuple[Any, ...], result: Tensor) -> int:
+    """Count a convolution as oneDNN computes it: on copies in an order of its own, with the result copied back."""
+    read = sum(tensor.nbytes for tensor in arguments[:2])
+    return int(max(read + result.nbytes, 2 * result.nbytes))
+
+
+def _convolution_backward(arguments: tuple[Any, ...], result: tuple[Tensor | None, ...]) -> int:
+    gradient, x, weight, _, stride = arguments[:5]
+    at_input, at_weight = ((part.nbytes if part is not None else 0) for part in result[:2])
+    first = _at_input(gradient, x, weight, max(stride)) if at_input else 0
+    copied = 0 if x.shape[1] <= FEW else _blocked(x, SMALL_BLOCK if x.shape[1] <= SMALL_BLOCK else BLOCK)
+    second = max(copied + gradient.nbytes + at_weight, 2 * at_weight) if at_weight else 0
+    return max(first, at_input + second)
+
+
+def _at_input(gradient: Tensor, x: Tensor, weight: Tensor, stride: int) -> int:
+    if stride > 1 and x.shape[1] <= FEW:
+        rows = weight.shape[0] * math.prod(x.shape[1:-1]) * weight.shape[-1] * weight.element_size()
+        return gradient.nbytes + x.nbytes + gradient.nbytes // len(gradient) + rows
+    return max(gradient.nbytes + weight.nbytes + _blocked(x, BLOCK), (2 if stride == 1 else 3) * x.nbytes)
+
+
+def _blocked(x: Tensor, block: int) -> int:
+    return x.nbytes // x.shape[1] * -(-x.shape[1] // block) * block
+
+
+def _batch_norm_backward(arguments: tuple[Any, ...], result: tuple[Tensor | None, ...]) -> int:
+    """Count the gradient at the input twice: one more tensor of its size is allocated, and not used."""
+    return 2 * (result[0].nbytes if result[0] is not None else 0)
+
+
+CPU_TRANSIENTS: Mapping[Any, Transient] = {
+    torch.ops.aten.convolution.default: _convolution,
+    torch.ops.aten.convolution_backward.default: _convolution_backward,
+    torch.ops.aten.native_batch_norm_backward.default: _batch_norm_backward,
+}
+"""Operations that take more than they return, as it was measured. Others take nothing worth counting."""
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the memory behind some tensors, each piece of memory once."""
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors that are alive while it is active: `now` and at their `peak`."""
+
+    def __init__(self, held: Iterable[Tensor] = (), transients: Mapping[Any, Transient] = CPU_TRANSIENTS) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.peak = 0
+        self._alive: dict[int, int] = {}
+        self._transients = transients
+        for tensor in held:
+            self._see(tensor)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        before = self.now
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._see(leaf)
+        if func in self._transients:
+            self.peak = max(self.peak, before + self._transients[func](args, result))
+        return result
+
+    def _see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        name = storage._cdata
+        if name in self._alive:
+            return
+        self._alive[name] = storage.nbytes()
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._forget, name)
+
+    def _forget(self, name: int) -> None:
+        self.now -= self._alive.pop(name)
+
+
+_predicting = ContextVar("_predicting", default=False)
+
+
+def predicting() -> bool:
+    """Whether tensors have no values, since only their memory matters."""
+    return _predicting.get()
+
+
+def repeated(pieces: Iterator[T]) -> Iterator[T]:
+    """Yield what a computation goes through; a prediction of it ends with the second, as all others take the same."""
+    return islice(pieces, 2) if predicting() else pieces
+
+
+@contextmanager
+def without_allocating(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Give modules fake parameters and buffers within a `with` block in which every new tensor is a fake one."""
+
+    def fake(tensor: Tensor) -> Tensor:
+        empty = torch.empty(tensor.shape, dtype=tensor.dtype)
+        return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+    token = _predicting.set(True)
+    try:
+        with FakeTensorMode(), swapped(modules, fake):
+            yield
+    finally:
+        _predicting.reset(token)
+
+
+def measured_peak(compute: Callable[[], object], device: torch.device) -> int:
+    """Run something, perhaps twice; return the largest number of bytes that it had allocated at a time."""
+    return _peak_on_cuda(compute, device) if device.type == "cuda" else _peak_on_cpu(compute)
+
+
+def _peak_on_cpu(compute: Callable[[], object]) -> int:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it writes a line when it starts and one when it stops
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        compute()
+    assert profiler.profiler is not None
+    results: Any = profiler.profiler.kineto_results
+    events = sorted((event.start_ns(), event.nbytes()) for event in results.events() if event.name() == "[memory]")
+    now = peak = 0
+    for _, change in events:
+        now += change
+        peak = max(peak, now)
+    return peak
+
+
+def _peak_on_cuda(compute: Callable[[], object], device: torch.device) -> int:
+    """Run something twice: what the first run sets up and leaves behind, such as workspaces, is part of the peak."""
+    torch.cuda.synchronize(device)
+    torch._C._cuda_clearCublasWorkspaces()  # those of earlier computations would not be counted
+    before = torch.cuda.memory_allocated(device)
+    compute()
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    compute()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before

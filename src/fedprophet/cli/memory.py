@@ -1,0 +1,151 @@
+"""`fedprophet memory`: what each module takes to train, on paper and in fact, and how it keeps within a budget."""
+
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from fedprophet.cascade.atoms import Chain, chain_of
+from fedprophet.cascade.cost import ChainCost
+from fedprophet.cascade.partition import Module, partition
+from fedprophet.cli.options import (
+    Batch,
+    Classes,
+    InputShape,
+    MemoryModel,
+    ModelName,
+    Optimizer,
+    model_cost,
+    print_result,
+    training_of,
+)
+from fedprophet.client.budget import LocalIteration, iteration_of
+from fedprophet.client.memory_plan import PLAIN
+from fedprophet.display.tables import Column, Page, Table
+from fedprophet.errors import BudgetError, ConfigError
+from fedprophet.models import build
+from fedprophet.progress import progress_bar
+from fedprophet.sizes import format_size, parse_budget
+
+
+def memory_command(
+    model: ModelName,
+    budget: Annotated[str, typer.Option(help="Memory of one module: 60MB, 64MiB, bytes, or 25% of the whole model.")],
+    input_: InputShape = "3x32x32",
+    classes: Classes = 10,
+    batch: Batch = 64,
+    optimizer: Optimizer = "sgd-momentum",
+    memory_model: MemoryModel = "paper",
+    device: Annotated[str, typer.Option(help="Where it is measured: cpu, cuda, cuda:1, …")] = "cpu",
+    measure: Annotated[bool, typer.Option(help="Train one iteration of each module, and measure it.")] = True,
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON, all sizes in bytes.")] = False,
+) -> None:
+    """Plan how each module trains within a memory budget; predict what that takes, and measure it.
+
+    Example: fedprophet memory vgg16 --input 3x32x32 --classes 10 --batch 64 --budget 60MB
+    """
+    training, place = training_of(optimizer, batch), _device(device)
+    cost = model_cost(model, input_, classes, batch, optimizer, memory_model)
+    paper = model_cost(model, input_, classes, batch, optimizer)
+    with torch.device(place if measure else "meta"):
+        chain = chain_of(build(model, cost.input[1:], classes))
+    rows = []
+    with progress_bar() as watch:
+        watch("counting memory", 0, None)
+        bytes_ = parse_budget(budget, cost.total_memory)
+        modules = partition(cost, bytes_)
+        for module in modules:
+            watch("modules", module.index, len(modules))
+            iteration = iteration_of(chain, cost, module.first, module.last, training)
+            rows.append({**_facts(module, chain, paper), **_measurements(iteration, bytes_, measure)})
+    document = {
+        "model": model,
+        "batch": batch,
+        "budget_bytes": bytes_,
+        "memory_model": memory_model,
+        "device": str(place) if measure else None,
+        "modules": rows,
+    }
+    print_result(document, _page(document), json_)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {name}: memory is measured on cpu or cuda")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"--device {name}: this machine has no such GPU. Give cpu, or --no-measure to predict only")
+    return device
+
+
+def _facts(module: Module, chain: Chain, paper: ChainCost) -> dict[str, Any]:
+    return {
+        "index": module.index + 1,
+        "layers": [layer for atom in chain.atoms[module.first : module.last] for layer in atom.layers],
+        "paper_bytes": paper.memory(module.first, module.last),
+    }
+
+
+def _measurements(iteration: LocalIteration, budget: int, measure: bool) -> dict[str, Any]:
+    plain = {
+        "plain_predicted_bytes": iteration.predicted(PLAIN),
+        "plain_measured_bytes": iteration.measured(PLAIN) if measure else None,
+    }
+    try:
+        if measure:
+            plan, predicted, measured, aimed = iteration.checked(budget)
+        else:
+            (plan, predicted), measured, aimed = iteration.cheapest(budget), None, budget
+    except BudgetError:
+        least = {"plan": None, "predicted_bytes": iteration.least(), "measured_bytes": None}
+        return {**plain, **least, "planned_for_bytes": None, "fits": False}
+    return {
+        **plain,
+        "plan": {"attack": plan.attack, "step": str(plan.step), "piece": plan.piece, "text": str(plan)},
+        "predicted_bytes": predicted,
+        "measured_bytes": measured,
+        "planned_for_bytes": aimed,
+        "fits": True,
+    }
+
+
+def _page(found: dict[str, Any]) -> Page:
+    columns = {
+        "index": Column("Module"),
+        "layers": Column("Layers", form=", ".join, words=True),
+        "paper_bytes": Column("Paper", form=_size),
+        "plain_predicted_bytes": Column("predicted", "Plain", form=_size),
+        "plain_measured_bytes": Column("measured", "Plain", form=_size),
+        "plan": Column("Plan", form=lambda plan: plan["text"], words=True),
+        "predicted_bytes": Column("predicted", "Planned", form=_size),
+        "measured_bytes": Column("measured", "Planned", form=_size),
+        "fits": Column("Fits", form=lambda fits: "yes" if fits else "no"),
+    }
+    rows = tuple(tuple(module[key] for key in columns) for module in found["modules"])
+    where = f"measured on {found['device']}" if found["device"] else "not measured"
+    title = f"{found['model']}, batch {found['batch']}, budget {_size(found['budget_bytes'])}, {where}"
+    return Page(title, (Table("", tuple(columns.values()), rows),), notes=tuple(_notes(found)), wrap_notes=True)
+
+
+def _notes(found: dict[str, Any]) -> list[str]:
+    notes = []
+    for module in found["modules"]:
+        if not module["fits"]:
+            notes.append(
+                f"module {module['index']}: no plan fits; the most economical one is predicted to take "
+                f"{_size(module['predicted_bytes'])}. Try --memory-model measured, which cuts modules by what they "
+                "take, a smaller batch, or a larger budget"
+            )
+        elif module["planned_for_bytes"] < found["budget_bytes"]:
+            notes.append(
+                f"module {module['index']}: more was measured than predicted, so that it was planned for "
+                f"{_size(module['planned_for_bytes'])}"
+            )
+    return notes
+
+
+def _size(size: int) -> str:
+    return format_size(size, 2)

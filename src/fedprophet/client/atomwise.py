@@ -1,0 +1,455 @@
+"""One step on the loss in little memory: atom by atom, and each atom on a few samples at a time.
+
+Only the inputs of the atoms are kept. On the way back each atom runs once more, its parameters are stepped as soon as
+their gradients are complete, and these are forgotten. That is recomputation (Chen et al., 2016), and exact.
+
+An atom may also see its batch in pieces. Convolutions do not mind; batch norm needs the statistics of the whole batch,
+so its mean and variance are gathered from all pieces before any is normalised, and the sums of its gradient before any
+is passed on. With x̂ = (x − mean)/σ and the gradient g at the layer's output,
+
+    ∂L/∂x = γ/σ · (g − mean(g) − x̂ · mean(g · x̂)),
+
+where all means are over the batch. Each norm layer in an atom costs one more pass in either direction.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fedprophet.cascade.atoms import Atom
+from fedprophet.cascade.measure import predicting, repeated
+from fedprophet.cascade.trace import TracedProgram, is_constant
+from fedprophet.client.part import ModelPart
+
+Descend = Callable[[Iterable[nn.Parameter]], None]
+
+
+class AtomwiseStep:
+    """The forward and the backward half of one step; between them the loss can be looked at."""
+
+    def __init__(self, part: ModelPart, piece: int) -> None:
+        """Cut batches into pieces of at most `piece` samples, but for atoms that cannot be cut (see `_divisible`)."""
+        self._part, self._piece = part, piece
+        self._runs: list[_AtomRun] = []
+        self._gradient: Tensor | None = None
+
+    def forward(self, x: Tensor, labels: Tensor, strong_convexity: float) -> Tensor:
+        """Return the mean loss; gradients of the exit are ready, and nothing is changed but norm statistics."""
+        part = self._part
+        for number in range(part.first, part.last):
+            run = self._run_of(number, x, len(labels))
+            x = run.forward(owned=number > part.first)
+            self._runs.append(run)
+        total = x.new_zeros(())
+        for piece in pieces(len(x), self._piece):
+            features = x[piece].detach().requires_grad_()
+            loss = part.exit_losses(features, labels[piece], strong_convexity).sum() / len(x)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+            assert features.grad is not None
+            x[piece] = features.grad  # the features are not needed any more, and their gradient has their size
+        self._gradient = x
+        return total
+
+    def backward(self, descend: Descend) -> None:
+        """Go back through the atoms, and step each one's parameters as soon as their gradients are complete."""
+        part, gradient, self._gradient = self._part, self._gradient, None
+        assert gradient is not None
+        if part.head is not None:
+            descend(part.head.parameters())
+        for number in reversed(range(part.first, part.last)):
+            run = self._runs.pop()
+            if gradient is None:
+                continue  # nothing behind this atom depends on it
+            gradient = run.backward(gradient, wanted=number > part.first)
+            names = (*part.chain.shared(number, number + 1), *part.chain.local(number, number + 1))
+            tensors = part.chain.tensors
+            descend(tensor for name in names if isinstance(tensor := tensors[name], nn.Parameter))
+
+    def _run_of(self, number: int, x: Tensor, samples: int) -> "_AtomRun":
+        atom = self._part.chain.atoms[number]
+        if len(x) == samples > self._piece and _divisible(atom, x):
+            return _PiecewiseRun(atom, x, self._piece)
+        return _WholeRun(atom, x)
+
+
+class _AtomRun:
+    """An atom and the input it has in this step."""
+
+    def __init__(self, atom: Atom, x: Tensor) -> None:
+        self._atom, self._x = atom, x
+
+    def forward(self, owned: bool) -> Tensor:
+        """Return the output; `owned` inputs may be overwritten on the way back."""
+        raise NotImplementedError
+
+    def backward(self, gradient: Tensor, wanted: bool) -> Tensor | None:
+        """Add to the gradients of the parameters; return that of the input, if it is wanted and there is one."""
+        raise NotImplementedError
+
+
+class _WholeRun(_AtomRun):
+    """The whole batch at once. The second run begins with the buffers and the random state that the first one had."""
+
+    def forward(self, owned: bool) -> Tensor:
+        self._draws = _random_state(self._x.device)
+        self._buffers = [buffer.clone() for buffer in _buffers(self._atom)]
+        with torch.no_grad():
+            output: Tensor = self._atom(self._x)
+        # An atom that only reshapes returns its input's memory, which the way back writes to.
+        shared = output.untyped_storage()._cdata == self._x.untyped_storage()._cdata
+        return output.clone() if shared else output
+
+    def backward(self, gradient: Tensor, wanted: bool) -> Tensor | None:
+        x = self._x.detach().requires_grad_(wanted)
+        with _buffers_kept(self._atom, self._buffers):
+            with _random_state_of(self._draws, x.device):
+                output = self._atom(x)
+            if output.requires_grad:
+                torch.autograd.backward(output, gradient)
+        return x.grad
+
+
+class _PiecewiseRun(_AtomRun):
+    """A few samples at a time, with norm statistics of the whole batch."""
+
+    def __init__(self, atom: Atom, x: Tensor, piece: int) -> None:
+        super().__init__(atom, x)
+        self._piece = piece
+        self._norms: list[_Norm] = []
+
+    def forward(self, owned: bool) -> Tensor:
+        self._owned = owned
+        output: Tensor | None = None
+        with torch.no_grad():
+            while self._gather_moments():
+                pass
+            for piece in self._pieces():
+                # One call counts, as if it were that of the whole batch.
+                with _buffers_kept(self._atom) if output is not None else nullcontext():
+                    part = self._call(self._x[piece])
+                output = _empty(len(self._x), part) if output is None else output
+                output[piece] = part
+                del part
+            for norm in self._norms:
+                norm.remember(len(self._x))
+        assert output is not None
+        return output
+
+    def backward(self, gradient: Tensor, wanted: bool) -> Tensor | None:
+        with _buffers_kept(self._atom):
+            for norm in reversed(self._norms):
+                self._gather_gradient(norm, gradient)
+            inputs = self._x if self._owned or not wanted else torch.empty_like(self._x)
+            depends = False
+            for piece in self._pieces():
+                x = self._x[piece].detach().requires_grad_(wanted)
+                output = self._call(x)
+                if output.requires_grad:
+                    torch.autograd.backward(output, gradient[piece])
+                if x.grad is not None:
+                    inputs[piece], depends = x.grad, True
+                del x, output
+        return inputs if depends else None
+
+    def _pieces(self) -> Iterator[slice]:
+        return pieces(len(self._x), self._piece)
+
+    def _call(self, x: Tensor, norms: "_PooledNorms | None" = None) -> Tensor:
+        with norms or _PooledNorms(self._norms):
+            output: Tensor = self._atom(x)
+        return output
+
+    def _gather_moments(self) -> bool:
+        """Find the statistics of the first norm layer that has none yet; False if there is none."""
+        moments = _Moments()
+        for piece in self._pieces():
+            try:
+                with _buffers_kept(self._atom):
+                    self._call(self._x[piece], _PooledNorms(self._norms, moments))
+            except _EnoughError:
+                continue
+            return False
+        assert moments.layer is not None
+        self._norms.append(moments.layer.pooled(moments))
+        return True
+
+    def _gather_gradient(self, norm: "_Norm", gradient: Tensor) -> None:
+        """Sum up what a norm layer's gradient needs of the whole batch."""
+        sums = torch.zeros_like(norm.mean), torch.zeros_like(norm.mean)
+        for piece in self._pieces():
+            norms = _PooledNorms(self._norms, watched=norm)
+            output = self._call(self._x[piece].detach().requires_grad_(), norms)
+            assert norms.seen is not None
+            x = norms.seen
+            torch.autograd.grad(output, x, gradient[piece])
+            del output
+            assert norms.gradient is not None
+            g = norms.gradient
+            sums[0].add_(norm.sum(g))
+            sums[1].add_(norm.sum(norm.standardised(x.detach()).mul_(g)))
+        count = len(self._x) * norm.positions
+        norm.gradient_means = sums[0] / count, sums[1] / count
+
+
+@dataclass(eq=False)
+class _Norm:
+    """A batch norm of the atom: its arguments, and what it needs to know of the whole batch."""
+
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    weight: Tensor | None
+    momentum: float
+    eps: float
+    positions: int
+    mean: Tensor
+    var: Tensor
+    gradient_means: tuple[Tensor, Tensor] | None = None
+
+    def pooled(self, moments: "_Moments") -> "_Norm":
+        self.mean, self.var = moments.mean.to(self.mean.dtype), moments.variance.to(self.mean.dtype)
+        return self
+
+    def standardised(self, x: Tensor) -> Tensor:
+        """Return x̂."""
+        return (x - self._shaped(self.mean, x)).mul_(self._shaped(self.inverse_deviation, x))
+
+    @property
+    def inverse_deviation(self) -> Tensor:
+        return (self.var + self.eps).rsqrt()
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum over all but the channels."""
+        return x.sum(dim=_all_but_channels(x))
+
+    def corrected(self, x: Tensor, gradient: Tensor) -> Tensor:
+        """Return the gradient at the input, of which `gradient` is what does not go through the statistics."""
+        assert self.gradient_means is not None
+        plain, along = self.gradient_means
+        scale = self.inverse_deviation if self.weight is None else self.inverse_deviation * self.weight.detach()
+        through = self.standardised(x).mul_(self._shaped(along, x)).add_(self._shaped(plain, x))
+        return through.mul_(self._shaped(-scale, x)).add_(gradient)
+
+    def remember(self, samples: int) -> None:
+        """Move the running statistics towards those of the batch, whose variance is then the unbiased one."""
+        if self.running_mean is None or self.running_var is None:
+            return
+        count = samples * self.positions
+        self.running_mean.lerp_(self.mean, self.momentum)
+        self.running_var.lerp_(self.var * (count / (count - 1)), self.momentum)
+
+    @staticmethod
+    def _shaped(values: Tensor, x: Tensor) -> Tensor:
+        return values.view(1, -1, *[1] * (x.dim() - 2))
+
+
+class _Moments:
+    """Mean and variance of a whole batch, from those of its pieces (Chan et al., 1979), in float64."""
+
+    def __init__(self) -> None:
+        self.layer: _Norm | None = None
+        self._count = 0
+
+    def add(self, layer: _Norm, x: Tensor) -> None:
+        self.layer = layer
+        count = x.numel() // x.shape[1]
+        variance, mean = torch.var_mean(x.detach(), dim=_all_but_channels(x), correction=0)
+        variance, mean = variance.double(), mean.double()
+        if not self._count:
+            self._count, self.mean, self.variance = count, mean, variance
+            return
+        total = self._count + count
+        apart, share = mean - self.mean, count / total
+        self.variance = self.variance.lerp(variance, share) + apart.square() * (share * (1 - share))
+        self.mean = self.mean + apart * share
+        self._count = total
+
+
+class _EnoughError(Exception):
+    """The pass has seen what it was for."""
+
+
+class _PooledNorms(TorchFunctionMode):
+    """Lets the batch norms of one atom use the statistics of the whole batch, in the order in which they are called.
+
+    `moments` gathers the statistics of the first one that has none, and ends the pass there. Of a `watched` one the
+    input is `seen`, and on the way back from the atom's output the `gradient` at its own.
+    """
+
+    def __init__(self, norms: Sequence[_Norm], moments: _Moments | None = None, watched: _Norm | None = None) -> None:
+        super().__init__()
+        self._norms, self._moments, self._watched = norms, moments, watched
+        self._called = 0
+        self.seen: Tensor | None = None
+        self.gradient: Tensor | None = None
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        return self._batch_norm(*args, **kwargs) if func is F.batch_norm else func(*args, **kwargs)
+
+    def _batch_norm(
+        self,
+        x: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        if not training:
+            return F.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
+        if self._called == len(self._norms):
+            assert self._moments is not None
+            positions, none = x.numel() // x.shape[0] // x.shape[1], x.new_empty(0)
+            layer = _Norm(running_mean, running_var, weight, momentum, eps, positions, none, none)
+            self._moments.add(layer, x)
+            raise _EnoughError
+        norm = self._norms[self._called]
+        self._called += 1
+        if torch.is_grad_enabled() and norm is not self._watched and norm.gradient_means is not None:
+            x = _ThroughStatistics.apply(x, norm)  # type: ignore[no-untyped-call]
+        output = F.batch_norm(x, norm.mean, norm.var, weight, bias, False, momentum, eps)
+        if norm is self._watched:
+            self.seen = x
+            # A hook sees the gradient here even if the next layer works in place on this tensor.
+            output.register_hook(self._take)  # type: ignore[no-untyped-call]
+        return output
+
+    def _take(self, gradient: Tensor) -> None:
+        self.gradient = gradient
+
+
+class _ThroughStatistics(torch.autograd.Function):
+    """Passes a norm layer's input on, and adds to its gradient what goes through the batch's mean and variance."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, norm: _Norm) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.norm = norm
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return ctx.norm.corrected(x, gradient), None
+
+
+def pieces(samples: int, size: int) -> Iterator[slice]:
+    """Yield slices of at most `size` samples."""
+    return repeated(slice(start, min(start + size, samples)) for start in range(0, samples, size))
+
+
+def _all_but_channels(x: Tensor) -> tuple[int, ...]:
+    return (0, *range(2, x.dim()))
+
+
+class _Draws(TorchDispatchMode):
+    """Notices whether random numbers are drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.any = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.any |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+NEAR = 1e-3
+"""What two samples give one by one may differ by this share from what they give together."""
+_DIVISIBLE: WeakKeyDictionary[Atom, bool] = WeakKeyDictionary()
+
+
+def _divisible(atom: Atom, x: Tensor) -> bool:
+    """Whether an atom gives the same for a batch in pieces; it is tried out on two samples, once.
+
+    It does not if it draws random numbers, as dropout does: pieces would draw others. Nor if it keeps something of each
+    batch, unless that is a batch norm's; nor if its samples know each other in any other way.
+    """
+    if atom in _DIVISIBLE:
+        return _DIVISIBLE[atom]
+    draws, x, buffers = _Draws(), x[:2], _buffers(atom)
+    with torch.no_grad(), _buffers_kept(atom), _random_state_of(_random_state(x.device), x.device):
+        before = [buffer._version for buffer in buffers]
+        with draws:
+            whole = atom(x)
+        written = {id(buffer) for buffer, was in zip(buffers, before, strict=True) if buffer._version != was}
+        norms = (layer for layer in atom.body.leaves if isinstance(layer, _BatchNorm))
+        simple = not draws.any and written <= {id(buffer) for norm in norms for buffer in norm.buffers()}
+        if not simple or len(whole) != 2 or predicting():
+            return simple and len(whole) == 2
+        apart = _PiecewiseRun(atom, x, 1).forward(owned=False)
+    near = NEAR * float(whole.abs().max())
+    _DIVISIBLE[atom] = torch.allclose(apart, whole, rtol=0, atol=near, equal_nan=True)
+    return _DIVISIBLE[atom]
+
+
+def _buffers(atom: Atom) -> list[Tensor]:
+    """Return all buffers that an atom may write to: those of its layers, and those that no layer of it holds."""
+    works = (atom.body.train, atom.body.evaluate)
+    held = [b for module in (*works, *atom.body.leaves) if isinstance(module, nn.Module) for b in module.buffers()]
+    programs = [work for work in works if isinstance(work, TracedProgram)]
+    values = [program.value(name) for program in programs for name in program.attributes if not is_constant(name)]
+    raw = [value for value in values if isinstance(value, Tensor) and not isinstance(value, nn.Parameter)]
+    return list({id(buffer): buffer for buffer in (*held, *raw)}.values())
+
+
+@contextmanager
+def _buffers_kept(atom: Atom, values: Sequence[Tensor] = ()) -> Iterator[None]:
+    """Put the atom's buffers back after a `with` block that runs it once more, perhaps from other values."""
+    buffers = _buffers(atom)
+    found = [buffer.clone() for buffer in buffers]
+
+    def put(values: Sequence[Tensor]) -> None:
+        with torch.no_grad():
+            for buffer, value in zip(buffers, values, strict=True):
+                buffer.copy_(value)
+
+    try:
+        put(values or found)
+        yield
+    finally:
+        put(found)
+
+
+def _empty(samples: int, like: Tensor) -> Tensor:
+    """Return memory for so many samples, in the memory format of some of them."""
+    last = like.ndim == 4 and not like.is_contiguous() and like.is_contiguous(memory_format=torch.channels_last)
+    memory_format = torch.channels_last if last else torch.contiguous_format
+    return torch.empty((samples, *like.shape[1:]), dtype=like.dtype, device=like.device, memory_format=memory_format)
+
+
+def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+@contextmanager
+def _random_state_of(state: tuple[Tensor, Tensor | None], device: torch.device) -> Iterator[None]:
+    """Draw from torch's global generator as from a state it was in, and put it back."""
+    now = _random_state(device)
+    try:
+        _set_random_state(state, device)
+        yield
+    finally:
+        _set_random_state(now, device)
+
+
+def _set_random_state(state: tuple[Tensor, Tensor | None], device: torch.device) -> None:
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1], device)

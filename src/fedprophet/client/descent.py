@@ -1,0 +1,140 @@
+"""SGD on a loss that is computed batch by batch, as a whole or in pieces that need less memory."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fedprophet.client.part import ModelPart
+from fedprophet.messages.tasks import Distill, Task, Train
+from fedprophet.messages.values import LocalTraining
+from fedprophet.randomness import generator
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The loss of one batch, and the way back from it: it makes the gradients and lets a descent step along them."""
+
+    value: Tensor
+    backward: Callable[["Descent"], None]
+
+
+def whole_loss(value: Tensor, part: ModelPart) -> Loss:
+    """Return a loss that goes back as a whole, and is stepped along when all gradients are there."""
+
+    def backward(descent: "Descent") -> None:
+        value.backward()  # type: ignore[no-untyped-call]
+        descent(part.parameters())
+
+    return Loss(value, backward)
+
+
+def fused_loss(value: Tensor, part: ModelPart) -> Loss:
+    """Return a loss whose gradients are stepped along and forgotten one by one, as soon as each is complete."""
+
+    def backward(descent: "Descent") -> None:
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                lambda complete: descent([complete])
+            )
+            for parameter in part.parameters()
+            if parameter.requires_grad
+        ]
+        try:
+            value.backward()  # type: ignore[no-untyped-call]
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    return Loss(value, backward)
+
+
+def batches(samples: int, size: int, iterations: int, task: Task) -> Iterator[Tensor]:
+    """Yield the positions of `iterations` batches: shuffled passes, the last batch of a pass may be smaller."""
+    done = 0
+    while done < iterations:
+        order = torch.randperm(samples, generator=generator(task.seed, "batches", task.round, task.client, done))
+        for batch in torch.split(order, size)[: iterations - done]:
+            yield batch
+            done += 1
+
+
+def descend(task: Train | Distill, part: ModelPart, samples: int, loss_of: Callable[[int, Tensor], Loss]) -> float:
+    """Step down a loss, given by iteration and batch, with SGD; return its mean over the iterations.
+
+    It stops at the first loss that is not finite, and that is what is returned.
+    """
+    hyper = task.training
+    descent = Descent.of(part, hyper)
+    total = 0.0
+    for iteration, batch in enumerate(batches(samples, hyper.batch, hyper.iterations, task)):
+        loss = loss_of(iteration, batch)
+        value = float(loss.value.detach())
+        if not math.isfinite(value):
+            return value
+        loss.backward(descent)
+        total += value
+    return total / hyper.iterations
+
+
+class Descent:
+    """SGD with momentum and weight decay: bit-identical to torch.optim.SGD, without its overhead.
+
+    That takes as long as the step itself where layers are narrow, and loads torch's compiler.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        hyper: LocalTraining,
+        summed: Iterable[Tensor] = (),
+        anchored: Iterable[Tensor] = (),
+    ) -> None:
+        """Take over some parameters.
+
+        The gradients of those that are `summed` are never forgotten; those that are `anchored` are drawn back to where
+        they are now, by the gradient μ (w − w₀) (FedProx; Li et al., 2020).
+        """
+        self._hyper = hyper
+        self._anchors = {id(parameter): parameter.detach().clone() for parameter in anchored}
+        self._momenta: dict[int, Tensor] = {}
+        self._summed = {id(parameter) for parameter in summed}
+        for parameter in parameters:
+            parameter.grad = None
+
+    @classmethod
+    def of(cls, part: ModelPart, hyper: LocalTraining) -> "Descent":
+        """Take over the parameters of a part, as its hyper-parameters say."""
+        heads = part.head.parameters() if part.head is not None and hyper.summed_heads else ()
+        anchored = part.shared_parameters() if hyper.proximal else ()
+        return cls(part.parameters(), hyper, summed=heads, anchored=anchored)
+
+    @property
+    def held(self) -> list[Tensor]:
+        """What it keeps between two steps, besides gradients that are summed."""
+        return [*self._momenta.values(), *self._anchors.values()]
+
+    @torch.no_grad()
+    def __call__(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Step some parameters down their gradients, and forget these, but for those that are summed."""
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self._step(parameter, parameter.grad)
+
+    def _step(self, parameter: Tensor, gradient: Tensor) -> None:
+        hyper, name = self._hyper, id(parameter)
+        if name in self._summed:
+            gradient = gradient.clone()  # it goes on growing, and must not take decay and momentum along
+        else:
+            parameter.grad = None
+        if hyper.weight_decay:
+            gradient.add_(parameter, alpha=hyper.weight_decay)
+        if name in self._anchors:
+            gradient.add_(parameter - self._anchors[name], alpha=hyper.proximal)
+        if hyper.momentum:
+            before = self._momenta.get(name)
+            gradient = gradient if before is None else before.mul_(hyper.momentum).add_(gradient)
+            self._momenta[name] = gradient
+        parameter.add_(gradient, alpha=-hyper.learning_rate)

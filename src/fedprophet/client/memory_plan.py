@@ -1,0 +1,42 @@
+"""How one local iteration is computed in less memory: every way gives what the plain one gives."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Step(StrEnum):
+    """How the step on the loss is cut up, in the order of what it costs."""
+
+    WHOLE = "whole"
+    FUSED = "fused"
+    """A gradient is stepped along and forgotten as soon as it is complete."""
+    ATOMS = "atoms"
+    """Also, only the inputs of atoms are kept, and an atom runs once more on the way back."""
+    PIECES = "pieces"
+    """Also, an atom runs on some samples at a time, with norm statistics of the whole batch."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """How many samples are attacked at a time, how the step is cut up, and into pieces of how many samples.
+
+    0 stands for the whole batch.
+    """
+
+    attack: int = 0
+    step: Step = Step.WHOLE
+    piece: int = 0
+
+    def __str__(self) -> str:
+        """Return it in words."""
+        attack = f"attack {self.attack} at a time" if self.attack else ""
+        step = {
+            Step.WHOLE: "",
+            Step.FUSED: "step fused into backward",
+            Step.ATOMS: "step atom by atom",
+            Step.PIECES: f"step atom by atom in pieces of {self.piece}",
+        }[self.step]
+        return ", ".join(filter(None, (attack, step))) or "plain"
+
+
+PLAIN = MemoryPlan()

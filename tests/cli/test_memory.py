@@ -1,0 +1,100 @@
+"""`fedprophet memory` as a person and as a program call it."""
+
+import json
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from fedprophet.cli.memory import memory_command
+from fedprophet.client.budget import LocalIteration
+from fedprophet.errors import BudgetError, ConfigError, FedProphetError
+
+SMALL = ["vgg-small", "--input", "1x16x16", "--classes", "10", "--batch", "32"]
+app = typer.Typer(pretty_exceptions_enable=False)
+app.command("memory")(memory_command)
+app.callback()(lambda: None)
+
+
+def call(*arguments):
+    return CliRunner().invoke(app, ["memory", *arguments], env={"TERM": "dumb"})
+
+
+def document(*arguments):
+    result = call(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+@pytest.fixture(scope="module")
+def measured():
+    return document(*SMALL, "--budget", "2MB")
+
+
+def test_every_module_has_its_estimate_its_prediction_its_measurement_and_its_plan(measured):
+    assert {key: value for key, value in measured.items() if key != "modules"} == {
+        "model": "vgg-small", "batch": 32, "budget_bytes": 2_000_000, "memory_model": "paper", "device": "cpu",
+    }  # fmt: skip
+    assert [module["index"] for module in measured["modules"]] == list(range(1, len(measured["modules"]) + 1))
+    for module in measured["modules"]:
+        assert module["paper_bytes"] <= 2_000_000
+        assert module["plain_measured_bytes"] == pytest.approx(module["plain_predicted_bytes"], rel=0.05)
+        assert module["fits"]
+        assert module["measured_bytes"] <= 2_000_000
+        assert module["measured_bytes"] == pytest.approx(module["predicted_bytes"], rel=0.05)
+        assert module["planned_for_bytes"] == 2_000_000
+        assert module["plan"]["text"] != "plain" or module["plain_measured_bytes"] <= 2_000_000
+    assert any(module["plain_measured_bytes"] > 2_000_000 for module in measured["modules"])
+
+
+def test_a_prediction_alone_measures_nothing(measured, monkeypatch):
+    monkeypatch.setattr(LocalIteration, "measured", None)
+    found = document(*SMALL, "--budget", "2MB", "--no-measure")
+    assert found["device"] is None
+    for module, other in zip(found["modules"], measured["modules"], strict=True):
+        assert module == {**other, "measured_bytes": None, "plain_measured_bytes": None}
+
+
+def test_table_for_people():
+    result = call(*SMALL, "--budget", "1600kB", "--no-measure")
+    assert result.exit_code == 0, result.output
+    first = next(line for line in result.stdout.splitlines() if "Conv 1" in line)
+    assert "at a time" in first
+    assert first.rstrip(" |").endswith("yes")
+    assert "budget 1.60 MB, not measured" in result.stdout
+
+
+@pytest.mark.slow
+def test_a_module_that_no_plan_fits_is_shown_with_what_it_takes_and_another_partition_is_advised():
+    found = document("vgg16", "--budget", "39MB", "--no-measure", "--batch", "64")
+    unfit = [module for module in found["modules"] if not module["fits"]]
+    assert unfit[0]["layers"] == ["Conv 2"]
+    for module in unfit:
+        assert module["plan"] is None
+        assert module["predicted_bytes"] > 39_000_000 > module["paper_bytes"]
+
+
+def test_modules_can_be_cut_by_what_they_take():
+    found = document(*SMALL, "--budget", "1600kB", "--no-measure", "--memory-model", "measured")
+    assert all(module["fits"] for module in found["modules"])
+    paper = document(*SMALL, "--budget", "1600kB", "--no-measure")
+    assert [m["layers"] for m in found["modules"]] != [m["layers"] for m in paper["modules"]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        (["--budget", "2MB", "--device", "tpu"], ConfigError, "cpu or cuda"),
+        (["--budget", "2MB", "--device", "cuda:99"], ConfigError, "no such GPU"),
+        (["--budget", "2MB", "--optimizer", "adam"], ConfigError, "sgd, sgd-momentum"),
+        (["--budget", "2MB", "--memory-model", "mine"], ConfigError, "paper"),
+        (["--budget", "none"], ConfigError, "not a memory budget"),
+        (["--budget", "1kB"], BudgetError, "too small"),
+        (["--budget", "1kB", "--memory-model", "measured"], BudgetError, "too small"),
+    ],
+)
+def test_errors(arguments, error, text):
+    result = call(*SMALL, *arguments)
+    assert isinstance(result.exception, error)
+    assert isinstance(result.exception, FedProphetError)
+    assert text in str(result.exception)

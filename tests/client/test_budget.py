@@ -1,0 +1,267 @@
+"""The plan that a budget leads to, and the promise that it is kept: predicted, and measured by the allocator."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from fedprophet.cascade.atoms import Chain, chain_of, explicit_chain
+from fedprophet.cascade.cost import cost_of
+from fedprophet.cascade.heads import build_head
+from fedprophet.cascade.partition import partition
+from fedprophet.client.budget import LocalIteration, MeasuredCost, iteration_of
+from fedprophet.client.memory_plan import PLAIN, MemoryPlan, Step
+from fedprophet.client.part import ModelPart
+from fedprophet.client.trainer import train
+from fedprophet.errors import BudgetError
+from fedprophet.messages.tasks import Train
+from fedprophet.messages.values import LocalTraining
+from fedprophet.models import build
+from fedprophet.threat import ThreatModel, input_threat
+
+HYPER = LocalTraining(1, 8, learning_rate=0.1, momentum=0.9, weight_decay=1e-4, strong_convexity=1e-5)
+STEPS = [MemoryPlan(step=step) for step in (Step.WHOLE, Step.FUSED, Step.ATOMS)] + [
+    MemoryPlan(step=Step.PIECES, piece=piece) for piece in (4, 2)
+]
+
+
+def _block(channels: int, outputs: int, **options: bool) -> nn.Sequential:
+    norm = nn.BatchNorm2d(outputs, **options)
+    return nn.Sequential(nn.Conv2d(channels, outputs, 3, padding=1), norm, nn.ReLU(inplace=True))
+
+
+def _network(**options: bool) -> nn.Sequential:
+    torch.manual_seed(0)
+    blocks = (_block(3, 32, **options), _block(32, 32, **options), nn.MaxPool2d(2), _block(32, 64, **options))
+    return nn.Sequential(*blocks, nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(1024, 10)))
+
+
+THREAT = input_threat(0.1, 0.05, 3)
+
+
+def _iteration(network: nn.Sequential | None = None, threat: ThreatModel | None = THREAT) -> LocalIteration:
+    chain = explicit_chain(network or _network())
+    return LocalIteration(ModelPart(chain, 0, len(chain), None), (3, 32, 32), HYPER, threat)
+
+
+@pytest.mark.slow
+def test_the_cheapest_plan_that_fits_is_chosen_half_by_half() -> None:
+    """The first of each half, in the order of what they cost, whose own prediction is within the budget."""
+    iteration = _iteration()
+    still = replace(iteration, threat=None)
+    attacks = {size: iteration.predicted(replace(STEPS[-1], attack=size)) for size in (0, 4, 2)}
+    steps = {plan: still.predicted(plan) for plan in STEPS}
+    assert len(set(attacks.values())) > 1
+    assert len(set(steps.values())) == len(steps)
+    least = iteration.least()
+    assert least == max(min(attacks.values()), min(steps.values()))
+    chosen = set()
+    for budget in (iteration.predicted(PLAIN), steps[PLAIN] - 1, steps[STEPS[-2]], least):
+        attack = next(size for size, peak in attacks.items() if peak <= budget)
+        step = next(plan for plan, peak in steps.items() if peak <= budget)
+        found = iteration.cheapest(budget)
+        assert found.plan == replace(step, attack=attack)
+        assert found.peak == iteration.predicted(found.plan) <= budget
+        chosen.add(found.plan)
+    assert PLAIN in chosen
+    assert len(chosen) == 4
+
+
+@pytest.mark.parametrize(
+    ("batch", "sizes"),
+    [
+        (64, [32, 16, 8, 4]),
+        (8, [4, 2]),
+        (7, [4, 2]),
+        (3, [2]),
+        (2, []),
+        (1, []),
+        (100, [50, 25, 13, 7]),
+        (33, [17, 9, 5, 3]),
+    ],
+)
+def test_samples_at_a_time(batch: int, sizes: list[int]) -> None:
+    """Halves, rounded up; never one sample, nor less than a sixteenth of the batch."""
+    iteration = replace(_iteration(), training=replace(HYPER, batch=batch))
+    assert [plan.piece for plan in iteration._steps() if plan.step is Step.PIECES] == sizes
+    assert list(iteration._attack_sizes()) == [0, *sizes]
+
+
+def test_training_without_an_attack_is_planned_for_its_step_alone() -> None:
+    iteration = _iteration(threat=None)
+    assert iteration.cheapest(iteration.predicted(STEPS[-1])).plan == STEPS[-1]
+    assert replace(iteration, threat=_iteration().threat).predicted(PLAIN) > iteration.predicted(PLAIN)
+
+
+@pytest.mark.parametrize("plan", [*STEPS, *(replace(STEPS[-1], attack=size) for size in (0, 4))], ids=str)
+def test_what_is_predicted_is_what_is_measured(plan: MemoryPlan) -> None:
+    iteration = _iteration()
+    plan = replace(plan, attack=plan.attack or 2) if plan is not STEPS[0] else plan
+    iteration.measured(plan)  # what is set up once is not part of an iteration
+    assert iteration.measured(plan) == pytest.approx(iteration.predicted(plan), rel=0.05)
+
+
+def test_inner_modules_with_a_head_are_predicted_too() -> None:
+    chain = explicit_chain(_network())
+    part = ModelPart(chain, 1, 4, build_head((64, 16, 16), 10))
+    iteration = LocalIteration(part, (32, 32, 32), HYPER, ThreatModel("l2", 1.0, 0.25, 2, (0.0, float("inf"))))
+    for plan in (PLAIN, MemoryPlan(4, Step.PIECES, 4)):
+        assert iteration.measured(plan) == pytest.approx(iteration.predicted(plan), rel=0.05)
+
+
+def test_samples_that_know_each_other_are_attacked_together() -> None:
+    """A norm layer that keeps no statistics uses the batch's in evaluation mode: micro-batches would change it."""
+    iteration = _iteration(_network(track_running_stats=False))
+    together = iteration.predicted(STEPS[-1])
+    assert iteration.cheapest(together).plan.attack == 0
+    with pytest.raises(BudgetError):
+        iteration.cheapest(together - 1)
+    assert _iteration().cheapest(together - 1).plan.attack > 0
+
+
+def test_a_budget_that_no_plan_fits_is_an_error_that_names_layers_and_the_least() -> None:
+    iteration = _iteration()
+    least = iteration.least()
+    assert iteration.cheapest(least).peak <= least
+    with pytest.raises(BudgetError, match=r"Conv 1, .*Linear 1 cannot be trained within 100.* batch of 8.*") as error:
+        iteration.cheapest(100_000)
+    assert f"{least / 1e6:.2f} MB" in str(error.value)
+
+
+def test_a_prediction_leaves_the_part_and_the_generator_as_they_were() -> None:
+    network = _network()
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    state = torch.get_rng_state()
+    iteration = _iteration(network)
+    iteration.predicted(MemoryPlan(4, Step.PIECES, 4))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
+    assert all(parameter.grad is None for parameter in network.parameters())
+
+
+def test_a_plan_in_words() -> None:
+    assert str(PLAIN) == "plain"
+    assert str(MemoryPlan(16)) == "attack 16 at a time"
+    assert str(MemoryPlan(16, Step.FUSED)) == "attack 16 at a time, step fused into backward"
+    assert str(MemoryPlan(step=Step.ATOMS)) == "step atom by atom"
+    assert str(MemoryPlan(8, Step.PIECES, 4)) == "attack 8 at a time, step atom by atom in pieces of 4"
+
+
+def _modules(
+    name: str, shape: tuple[int, ...], classes: int, batch: int, budget: int
+) -> tuple[Chain, list[Callable[[], LocalIteration]]]:
+    """Return the paper's modules for a budget, as iterations."""
+    chain = chain_of(build(name, shape, classes))
+    cost = cost_of(chain, shape, batch, classes)
+    hyper = replace(HYPER, batch=batch, learning_rate=0.0)
+
+    def iteration(first: int, last: int) -> LocalIteration:
+        head = None if last == len(chain) else build_head(cost.atoms[last - 1].output[1:], classes)
+        inputs = cost.atoms[first - 1].output[1:] if first else shape
+        threat = ThreatModel("l2", 1.0, 0.25, 10, (0.0, float("inf"))) if first else input_threat(8 / 255, 2 / 255, 10)
+        return LocalIteration(ModelPart(chain, first, last, head), inputs, hyper, threat)
+
+    modules = partition(cost, budget)
+    return chain, [lambda module=module: iteration(module.first, module.last) for module in modules]
+
+
+@pytest.mark.slow
+def test_every_module_of_vgg16_keeps_within_its_budget() -> None:
+    budget = 60 * 10**6
+    _, modules = _modules("vgg16", (3, 32, 32), 10, 64, budget)
+    assert len(modules) == 7
+    for build_module in modules:
+        iteration = build_module()
+        plan, peak = iteration.cheapest(budget)
+        assert iteration.measured(plan) <= budget
+        assert iteration.measured(plan) == pytest.approx(peak, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 1, 2, 5])
+def test_planned_modules_of_vgg16_learn_what_plain_ones_learn(number: int) -> None:
+    """One iteration with an attack, in float32: the updates differ by less than 1e-5 of their length."""
+    _, modules = _modules("vgg16", (3, 32, 32), 10, 64, 60 * 10**6)
+    iteration = modules[number]()
+    part = iteration.part
+    x = torch.rand(64, *iteration.input_shape, generator=torch.Generator().manual_seed(1))
+    task = Train(round=1, client=0, seed=3, training=replace(HYPER, batch=64), threat=iteration.threat)
+    tensors = {**part.chain.tensors, **{f"head.{k}": v for k, v in (part.head or nn.Module()).named_parameters()}}
+    start = {name: value.detach().clone() for name, value in tensors.items()}
+    ends = []
+    plan = iteration.cheapest(60 * 10**6).plan
+    assert plan != PLAIN
+    for way in (PLAIN, plan):
+        with torch.no_grad():
+            for name, value in tensors.items():
+                value.copy_(start[name])
+        train(task, part, x, torch.arange(64) % 10, plan=way)
+        ends.append({name: value.detach().clone() for name, value in tensors.items()})
+    counters = {name for name, value in start.items() if not value.is_floating_point()}
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in counters)
+    moved = {name for name, value in start.items() if not torch.equal(value, ends[0][name])} - counters
+    assert {id(p) for p in part.parameters()} <= {id(tensors[name]) for name in moved}
+    # All parameters as one vector: the bias of a convolution before a norm layer moves by rounding errors alone.
+    trained = {name for name in moved if isinstance(tensors[name], nn.Parameter)}
+    for names in (trained, moved - trained):
+        update = torch.cat([(ends[0][name] - start[name]).double().flatten() for name in names])
+        apart = torch.cat([(ends[1][name] - ends[0][name]).double().flatten() for name in names])
+        assert apart.norm() <= 1e-5 * update.norm()
+
+
+@pytest.mark.slow
+def test_every_module_of_resnet34_is_predicted_within_its_budget_and_one_is_measured() -> None:
+    budget = 224 * 10**6
+    _, modules = _modules("resnet34", (3, 224, 224), 256, 32, budget)
+    assert len(modules) == 7
+    for number, build_module in enumerate(modules):
+        iteration = build_module()
+        plan, peak = iteration.cheapest(budget)
+        assert peak <= budget
+        if number == 6:
+            assert iteration.measured(plan) <= budget
+
+
+def test_where_more_is_measured_than_predicted_the_smaller_budget_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured a quarter above every prediction: a plan for 8 MB is one that is predicted to fit 6.4 MB."""
+    iteration = _iteration()
+    plain = iteration.predicted(PLAIN)
+    factor = [1.25]
+    monkeypatch.setattr(LocalIteration, "measured", lambda self, plan: int(self.predicted(plan) * factor[0]))
+    found = iteration.checked(plain)
+    assert found.plan == iteration.cheapest(int(plain / 1.25)).plan != PLAIN
+    assert found.measured <= plain
+    assert found.budget == pytest.approx(plain / 1.25, abs=1)
+    factor[0] = 1.04
+    assert iteration.checked(int(plain * 1.1)).budget == int(plain * 1.1)
+    assert iteration.checked(plain).measured <= plain
+    factor[0] = 0.5
+    assert iteration.checked(plain).plan == PLAIN
+    factor[0] = 100.0
+    with pytest.raises(BudgetError):
+        iteration.checked(plain)
+
+
+def test_modules_cut_by_what_they_take_fit_and_the_rest_of_the_cost_is_the_papers() -> None:
+    """The paper counts less for the second atom than it takes, and more for the whole network."""
+    network = _network()
+    chain = explicit_chain(network)
+    paper = cost_of(chain, (3, 32, 32), 8, 10)
+    state, calls = torch.get_rng_state(), []
+    measured = MeasuredCost.of(paper, chain, HYPER)
+    for first, last in ((0, 1), (1, 2), (1, 4), (0, 5)):
+        iteration = iteration_of(chain, paper, first, last, HYPER)
+        assert measured.memory(first, last) == iteration.least()
+        assert (iteration.part.head is None) == (last == 5)
+        assert measured.flops(first, last) == paper.flops(first, last)
+    modules = partition(measured, measured.memory(1, 2))
+    assert all(module.memory == measured.memory(module.first, module.last) for module in modules)
+    assert [module.last for module in modules][-1] == 5
+    assert measured.total_memory == measured.memory(0, 5) != paper.total_memory
+    assert torch.equal(torch.get_rng_state(), state)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalIteration, "least", lambda self: calls.append(self))
+        measured.memory(0, 5)
+    assert calls == []
