@@ -20,10 +20,10 @@ def state_of(experiment: Experiment, setup: Setup) -> str:
 
 
 def needs_of(experiment: Experiment, setup: Setup) -> str:
-    """Return the data that an experiment needs, and how long its missing runs take."""
+    """Return the data that an experiment needs, and how long it takes: its missing runs, or what is computed."""
     runs = experiment.source.runs(setup)
     if not runs:
-        return "no data, no training"
+        return experiment.source.effort
     names = dict.fromkeys(run.config.data.name for run in runs)
     return f"{', '.join(names)}; {time_left(runs, setup)}"
 
