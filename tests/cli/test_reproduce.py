@@ -45,6 +45,7 @@ def test_list_says_what_there_is_and_how_far_it_is(cli: Any, flags: Flags) -> No
     ]
     assert all(row["shows"] for row in found.values())
     assert found["table7"]["small"] == {"needs": "no data, no training", "state": "nothing done"}
+    assert found["figure7"]["small"]["needs"] == "no data, no training; a few minutes"
     assert found["table3"]["small"]["state"] == "nothing done, 4 runs"
     # Four settings; jFAT is trained once for both fleets of a dataset.
     assert found["table2"]["paper"]["state"] == "nothing done, 30 runs"
@@ -149,6 +150,7 @@ def test_stopped_then_resumed_is_the_same_run(cli: Any, flags: Flags, monkeypatc
     assert stopped.code == 130
     assert "run 1 of 1, digits-paper-fedprophet-seed0: stopped after round 3; nothing is lost." in stopped.err
     assert "Go on with: fedprophet reproduce figure10 --scale small --set method=" in stopped.err
+    assert stopped.err.rstrip().endswith("--no-plot")
     assert "Resume it with" not in stopped.err
     assert not (OUT / "figure10.md").exists()
 
@@ -165,6 +167,12 @@ def test_a_run_with_other_settings_is_never_used(cli: Any, flags: Flags) -> None
     said = cli("reproduce", "table3", *flags, "--set", "train.batch=8")
     assert f"{RUN} holds a run with other settings than asked for (train.batch: here 8, there 16)" in said.error
     assert "--out" in said.error
+    (plan,) = cli("reproduce", "table3", *flags, "--set", "train.batch=8", "--dry-run", "--json").json
+    assert [run["state"] for run in plan["runs"]] == ["other settings", "missing", "missing", "missing"]
+    assert "train.batch: here 8, there 16" in plan["refused"][0]
+    page = cli("reproduce", "figure10", *flags, "--set", "train.batch=8", "--dry-run").out
+    assert "refused: " in page
+    assert "all runs are there" not in page
     assert sorted(path.name for path in (OUT / "runs").iterdir()) == [RUN.name]
     assert journal() == before
     # What only other methods read, and where the data lies, is no other run.
@@ -207,6 +215,31 @@ def test_a_run_that_fails_is_said_and_the_others_go_on(cli: Any, flags: Flags) -
     assert [claim["holds"] for claim in found["claims"]] == [None]
 
 
+def test_without_training_and_without_runs_there_is_nothing_to_write(cli: Any) -> None:
+    said = cli("reproduce", "table3", "--no-train")
+    assert said.code == 0
+    assert "table3: nothing is there yet, of 4 runs. Leave out --no-train to train" in said.err
+    assert said.out == ""
+    assert list(OUT.iterdir()) == []
+    nowhere = cli("reproduce", "figure8", "--scale", "paper", "--only", "cifar10-unbalanced")
+    assert "figure8: nothing to show, it has no runs in cifar10-unbalanced" in nowhere.err
+
+
+def test_what_does_not_heed_changed_keys_is_said(cli: Any) -> None:
+    said = cli("reproduce", "all", "--set", "memory.budget=70%", "--dry-run")
+    names = "figure2, figure6, figure7, table4, table5, table6, table7, table8"
+    assert f"note: --set changes nothing in {names}, computed for the paper's own settings" in said.err
+    assert "note" not in cli("reproduce", "table4", "--scale", "paper", "--set", "rounds=4", "--dry-run").err
+
+
+def test_list_of_one_scale_or_folder(cli: Any) -> None:
+    scales = {"paper", "small"}
+    asked = {(): scales, ("--scale", "paper"): {"paper"}, ("--out", "there"): {"small"}}
+    for arguments, shown in asked.items():
+        first = cli("reproduce", "list", *arguments, "--json").json[0]
+        assert scales & set(first) == shown
+
+
 def test_dry_run_trains_nothing(cli: Any, flags: Flags) -> None:
     said = cli("reproduce", "table3", "--dry-run")
     assert said.code == 0
@@ -223,6 +256,9 @@ def test_dry_run_trains_nothing(cli: Any, flags: Flags) -> None:
         (("table2", "--scale", "tiny"), "--scale: unknown scale 'tiny'"),
         (("table2", "--only", "cifar10"), "--only: unknown setting 'cifar10'"),
         (("table3", "--set", "train.batch=x"), "train.batch"),
+        (("table7", "--set", "train.batch=x"), "train.batch"),
+        (("list", "--scale", "huge"), "--scale: unknown scale 'huge'"),
+        (("list", "--set", "train.batch=8"), "list takes no --set, --only or --from"),
     ],
 )
 def test_mistakes_are_sentences(cli: Any, arguments: tuple[str, ...], message: str) -> None:

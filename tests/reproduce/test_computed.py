@@ -1,16 +1,20 @@
 """Experiments without training: to the byte where the paper's numbers follow from its cost model."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 
-from fedprophet.reproduce.experiment import Experiment
-from fedprophet.reproduce.findings import Part
+from fedprophet.reproduce.computed import CASCADE, WHOLE, clocked
+from fedprophet.reproduce.experiment import Clocked, Experiment
+from fedprophet.reproduce.findings import Part, one
 from fedprophet.reproduce.output import Outcome
 from fedprophet.reproduce.registry import EXPERIMENTS
 from fedprophet.reproduce.runs import Setup
-from fedprophet.reproduce.scales import PAPER, SMALL
+from fedprophet.reproduce.scales import PAPER, SMALL, PaperSetting, Scale
+from fedprophet.runs.files import RunFiles
 
+KEPT = Path(__file__).parents[2] / "benchmarks/results/cifar10/balanced-jfat-seed0"
 SETUP = Setup(SMALL, Path("nowhere"))
 
 
@@ -42,10 +46,34 @@ def test_partition_tables(name: str, memory: list[float], layers: list[int]) -> 
     assert holds(EXPERIMENTS[name], part) == [True]
 
 
-def test_another_budget_is_not_the_papers_table() -> None:
-    setup = Setup(SMALL, Path("nowhere"), ("memory.budget=100MB",))
+@pytest.mark.parametrize("scale", [SMALL, PAPER])
+def test_the_papers_table_is_of_its_own_budget_whatever_is_changed(scale: Scale) -> None:
+    setup = Setup(scale, Path("nowhere"), ("memory.budget=100MB",))
     (part,) = EXPERIMENTS["table7"].source.parts(setup)
-    assert holds(EXPERIMENTS["table7"], part) == [False]
+    assert holds(EXPERIMENTS["table7"], part) == [True]
+    assert not EXPERIMENTS["table7"].source.heeds_changes(setup)
+
+
+def test_a_rounding_is_noted_at_the_table_that_has_it() -> None:
+    notes = {name: EXPERIMENTS[name].notes for name in ("table7", "table8")}
+    # Module 3 of VGG16 and module 1 of ResNet34.
+    assert notes == {
+        "table7": ("The paper prints 6.0 for 6.05 G.",),
+        "table8": ("The paper prints 148.6 for 148.65 MB.",),
+    }
+
+
+@pytest.mark.parametrize(("scale", "rounds"), [(SMALL, 500), (PAPER, 4)])
+def test_the_clock_says_each_setting_and_heeds_changes_of_the_papers_runs_alone(scale: Scale, rounds: int) -> None:
+    said: list[str] = []
+
+    def compute(setup: Setup, setting: PaperSetting) -> Part:
+        assert len(said) == 1 + PAPER.settings.index(setting)  # before it is computed
+        return Part(setting.label, "", {"rounds": {"set": one(setup.config(setting, CASCADE).rounds)}})
+
+    found = list(Clocked(compute).parts(Setup(scale, Path("nowhere"), ("rounds=4",)), said.append))
+    assert [part("rounds", "set") for part in found] == [rounds] * 4
+    assert said[0] == "setting 1 of 4: CIFAR-10 balanced, simulating its rounds"
 
 
 @pytest.mark.parametrize("name", ["table5", "table6"])
@@ -84,6 +112,14 @@ def test_samplings_and_memory() -> None:
         *(("CIFAR-10, devices", True), ("CIFAR-10, devices", False), ("CIFAR-10, memory", True)),
         *(("Caltech-256, devices", True), ("Caltech-256, devices", True), ("Caltech-256, memory", True)),
     ]
+
+
+def test_a_finished_run_has_its_own_time_where_its_settings_are_those_asked_for(tmp_path: Path) -> None:
+    RunFiles(shutil.copytree(KEPT, tmp_path / "runs/cifar10-balanced-jfat-seed0")).model.touch()
+    changes = ("norm.newcomers=auto", "model.weights=vgg16_tinyimagenet32.safetensors")
+    times = [clocked(Setup(PAPER, tmp_path, more), PAPER.settings[0], WHOLE, 1)["time"] for more in (changes, ())]
+    assert times[0] == pytest.approx(242_159, abs=1)
+    assert abs(times[1] - times[0]) > 100  # 500 times the first round
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from fedprophet.reproduce.clock import STILL, round_time
 from fedprophet.reproduce.findings import Curve, Part, Values, one
 from fedprophet.reproduce.paper import numbers_of
 from fedprophet.reproduce.readings import model_cost, model_modules
-from fedprophet.reproduce.runs import Setup, Variant, finished, with_scale
+from fedprophet.reproduce.runs import Setup, Variant, finished
 from fedprophet.reproduce.scales import PAPER, PaperSetting
 from fedprophet.sizes import parse_budget
 
@@ -48,9 +48,8 @@ AS_LONG_AS = {"FedET-AT": "FedDF-AT", "FedDrop-AT": "HeteroFL-AT", "FedRolex-AT"
 """Methods whose clients train something of the same size as those of another, in every round."""
 
 
-def _balanced(setup: Setup) -> Iterator[tuple[str, PaperSetting, Config]]:
+def _balanced(paper: Setup) -> Iterator[tuple[str, PaperSetting, Config]]:
     """Yield the paper's two models: the dataset's name, a setting that has it, and its configuration."""
-    paper = with_scale(setup, PAPER)
     for setting in PAPER.settings:
         if setting.on_balanced_fleet:
             yield setting.label.removesuffix(" balanced"), setting, paper.config(setting, CASCADE)
@@ -62,8 +61,8 @@ def _balanced(setup: Setup) -> Iterator[tuple[str, PaperSetting, Config]]:
 def devices(part: str) -> Callable[[Setup], Iterator[Part]]:
     """Return what reads the pool of a dataset."""
 
-    def compute(setup: Setup) -> Iterator[Part]:
-        config = next(config for label, _, config in _balanced(setup) if label == part)
+    def compute(paper: Setup) -> Iterator[Part]:
+        config = next(config for label, _, config in _balanced(paper) if label == part)
         values = {
             device.name: {
                 "performance": one(device.performance / TERA),
@@ -80,8 +79,8 @@ def devices(part: str) -> Callable[[Setup], Iterator[Part]]:
 def modules_of(part: str, dataset: str) -> Callable[[Setup], Iterator[Part]]:
     """Return what cuts the model of a dataset into modules."""
 
-    def compute(setup: Setup) -> Iterator[Part]:
-        config = next(config for label, _, config in _balanced(setup) if label == dataset)
+    def compute(paper: Setup) -> Iterator[Part]:
+        config = next(config for label, _, config in _balanced(paper) if label == dataset)
         cost = model_cost(config)
         yield Part(part, part, _module_values(cost, config))
 
@@ -102,9 +101,9 @@ def _module_values(cost: ChainCost, config: Config) -> Values:
 # Figures 2 and 6 -----------------------------------------------------------------------------------------------------
 
 
-def overhead(setup: Setup) -> Iterator[Part]:
+def overhead(paper: Setup) -> Iterator[Part]:
     """Figure 2: one client's round with enough memory, with a fifth of it and swapping, and with a sub-network."""
-    for label, _, config in _balanced(setup):
+    for label, _, config in _balanced(paper):
         cost = model_cost(config)
         reserve = parse_budget(config.memory.budget, cost.total_memory)
         device = next(d for d in load_pool(config.fleet.pool).devices if d.name == FIGURE2_DEVICE)
@@ -135,10 +134,9 @@ def _round_seconds(config: Config, cost: ChainCost, resources: Resources) -> dic
     return {"computation": one(time.computation), "access": one(time.access), "total": one(time.total)}
 
 
-def samplings(setup: Setup) -> Iterator[Part]:
+def samplings(paper: Setup) -> Iterator[Part]:
     """Figure 6: what clients have available in a round on both fleets, and the memory of training."""
-    paper = with_scale(setup, PAPER)
-    for label, setting, config in _balanced(setup):
+    for label, setting, config in _balanced(paper):
         cost = model_cost(config)
         reserve = parse_budget(config.memory.budget, cost.total_memory)
         fleets = {w.label.removeprefix(f"{label} "): w for w in PAPER.settings if w.balanced == setting.balanced}
@@ -178,30 +176,28 @@ def _available(label: str, config: Config, reserve: int) -> Curve:
 # Figure 7 and Table 4: time ------------------------------------------------------------------------------------------
 
 
-def _clocked(setup: Setup, setting: PaperSetting, variant: Variant, rounds: int) -> dict[str, float]:
+def clocked(paper: Setup, setting: PaperSetting, variant: Variant, rounds: int) -> dict[str, float]:
     """Return the simulated time of a run: that of a finished one, else the clock's for all rounds that it may have."""
-    done = next(finished(setup.planned(setting, variant)[:1]), None)
-    if done and not variant.fleet_free and done.summary.time:
+    done = next(finished(run for run in paper.planned(setting, variant)[:1] if not run.apart), None)
+    if done and done.summary.time:
         time, played = done.summary.time, done.summary.rounds
         return {"computation": time.computation, "access": time.access, "time": time.total, "rounds": played}
-    mean = round_time(setup.config(setting, variant, more=STILL), rounds)
+    mean = round_time(paper.config(setting, variant, more=STILL), rounds)
     parts = {"computation": mean.computation, "access": mean.access, "time": mean.total}
     return {**{name: seconds * mean.rounds for name, seconds in parts.items()}, "rounds": mean.rounds}
 
 
-def training_times(setup: Setup) -> Iterator[Part]:
-    """Figure 7: the time of every method on every fleet, and the speed-up over jFAT."""
-    paper = with_scale(setup, PAPER)
-    for setting in paper.settings:
-        found = {row: _clocked(paper, setting, *how) for row, how in CLOCKED.items()}
-        found |= {row: found[other] for row, other in AS_LONG_AS.items()}
-        longest = found["jFAT"]["time"]
-        values = {
-            row: {name: one(value) for name, value in {**found[row], "speed-up": longest / found[row]["time"]}.items()}
-            for row in ROWS
-        }
-        note = _rounds_note(values["FedProphet"], setting)
-        yield Part(setting.label, setting.paper, values, notes=(note,) if note else ())
+def training_times(paper: Setup, setting: PaperSetting) -> Part:
+    """Figure 7: the time of every method, and the speed-up over jFAT."""
+    found = {row: clocked(paper, setting, *how) for row, how in CLOCKED.items()}
+    found |= {row: found[other] for row, other in AS_LONG_AS.items()}
+    longest = found["jFAT"]["time"]
+    values = {
+        row: {name: one(value) for name, value in {**found[row], "speed-up": longest / found[row]["time"]}.items()}
+        for row in ROWS
+    }
+    note = _rounds_note(values["FedProphet"], setting)
+    return Part(setting.label, setting.paper, values, notes=(note,) if note else ())
 
 
 def _rounds_note(cascade: Mapping[str, Statistic], setting: PaperSetting) -> str:
@@ -217,11 +213,9 @@ def _rounds_note(cascade: Mapping[str, Statistic], setting: PaperSetting) -> str
     )
 
 
-def assignment_times(setup: Setup) -> Iterator[Part]:
+def assignment_times(paper: Setup, setting: PaperSetting) -> Part:
     """Table 4: the time of FedProphet with and without module assignment."""
-    paper = with_scale(setup, PAPER)
-    for setting in paper.settings:
-        rows = {"with DMA": CASCADE, "without DMA": ALONE}
-        found = {row: _clocked(paper, setting, variant, OF_THE_CASCADE) for row, variant in rows.items()}
-        values = {row: {name: one(value) for name, value in times.items()} for row, times in found.items()}
-        yield Part(setting.label, setting.paper, values)
+    rows = {"with DMA": CASCADE, "without DMA": ALONE}
+    found = {row: clocked(paper, setting, variant, OF_THE_CASCADE) for row, variant in rows.items()}
+    values = {row: {name: one(value) for name, value in times.items()} for row, times in found.items()}
+    return Part(setting.label, setting.paper, values)

@@ -1,11 +1,11 @@
 """What an experiment is: where its numbers come from, what the paper claims about them, and how they are drawn.
 
-Numbers come from trained runs (`Trained`) or are computed (`Computed`); both say which runs they need and what they
-found.
+Numbers come from trained runs (`Trained`), are computed (`Computed`), or are times by the simulated clock (`Clocked`);
+all say which runs they need and what they found.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from fedprophet.durations import format_duration
@@ -13,19 +13,34 @@ from fedprophet.report.compare import Statistic
 from fedprophet.reproduce.drawing import Draw
 from fedprophet.reproduce.findings import Claim, Curve, Part, Quantity, Values
 from fedprophet.reproduce.readings import Reading
-from fedprophet.reproduce.runs import FinishedRun, PlannedRun, Setup, Variant, finished, once
-from fedprophet.reproduce.scales import PaperSetting
+from fedprophet.reproduce.runs import FinishedRun, PlannedRun, Setup, Variant, finished, once, with_scale
+from fedprophet.reproduce.scales import PAPER, PaperSetting
+
+Say = Callable[[str], None]
+
+
+def silent(text: str) -> None:
+    """Say nothing."""
 
 
 class Source(Protocol):
     """Where an experiment's numbers come from."""
 
+    @property
+    def effort(self) -> str:
+        """What it takes where there are no runs to train."""
+        ...
+
+    def heeds_changes(self, setup: Setup) -> bool:
+        """Return whether the keys that the user changes reach it."""
+        ...
+
     def runs(self, setup: Setup) -> tuple[PlannedRun, ...]:
         """Return the runs that it needs, each once."""
         ...
 
-    def parts(self, setup: Setup) -> Iterator[Part]:
-        """Yield what is known now, a part for each setting."""
+    def parts(self, setup: Setup, say: Say = silent) -> Iterator[Part]:
+        """Yield what is known now, a part for each setting; say what takes long before it is begun."""
         ...
 
 
@@ -50,17 +65,42 @@ class Experiment:
         return f"{kind.capitalize()} {self.name.removeprefix(kind)}"
 
 
-@dataclass(frozen=True)
-class Computed:
-    """Numbers that follow from the paper's models, pools and cost model; the same at every scale."""
-
-    compute: Callable[[Setup], Iterator[Part]]
+class WithoutRuns:
+    """What trains nothing."""
 
     def runs(self, setup: Setup) -> tuple[PlannedRun, ...]:
         return ()
 
-    def parts(self, setup: Setup) -> Iterator[Part]:
-        yield from self.compute(setup)
+
+@dataclass(frozen=True)
+class Computed(WithoutRuns):
+    """Numbers that follow from the paper's models, pools and cost model; the same whatever is asked for."""
+
+    compute: Callable[[Setup], Iterator[Part]]
+    effort = "no data, no training"
+
+    def heeds_changes(self, setup: Setup) -> bool:
+        return False
+
+    def parts(self, setup: Setup, say: Say = silent) -> Iterator[Part]:
+        yield from self.compute(replace(with_scale(setup, PAPER), overrides=()))
+
+
+@dataclass(frozen=True)
+class Clocked(WithoutRuns):
+    """Simulated time of the paper's runs; it heeds what is changed in these, not in small ones."""
+
+    compute: Callable[[Setup, PaperSetting], Part]
+    effort = "no data, no training; a few minutes"
+
+    def heeds_changes(self, setup: Setup) -> bool:
+        return setup.scale == PAPER
+
+    def parts(self, setup: Setup, say: Say = silent) -> Iterator[Part]:
+        paper = with_scale(setup, PAPER)
+        for number, setting in enumerate(paper.settings, start=1):
+            say(f"setting {number} of {len(paper.settings)}: {setting.label}, simulating its rounds")
+            yield self.compute(paper, setting)
 
 
 @dataclass(frozen=True)
@@ -76,6 +116,10 @@ class Trained:
     unbalanced: bool = False
     tables: Callable[[FinishedRun], Values] | None = None
     curves: tuple[Callable[[FinishedRun], Curve], ...] = ()
+    effort = "no runs in these settings"
+
+    def heeds_changes(self, setup: Setup) -> bool:
+        return True
 
     def runs(self, setup: Setup) -> tuple[PlannedRun, ...]:
         return once(
@@ -85,7 +129,7 @@ class Trained:
             for run in setup.planned(setting, variant)
         )
 
-    def parts(self, setup: Setup) -> Iterator[Part]:
+    def parts(self, setup: Setup, say: Say = silent) -> Iterator[Part]:
         for setting in self._settings(setup):
             there = {row: list(finished(setup.planned(setting, variant))) for row, variant in self.rows.items()}
             values = {row: self._values(runs) for row, runs in there.items()}

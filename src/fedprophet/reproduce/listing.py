@@ -1,5 +1,7 @@
 """The list of experiments: what each shows, what it needs, and how far it is."""
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from fedprophet.display.numbers import counted
@@ -20,10 +22,10 @@ def state_of(experiment: Experiment, setup: Setup) -> str:
 
 
 def needs_of(experiment: Experiment, setup: Setup) -> str:
-    """Return the data that an experiment needs, and how long its missing runs take."""
+    """Return the data that an experiment needs, and how long it takes: its missing runs, or what is computed."""
     runs = experiment.source.runs(setup)
     if not runs:
-        return "no data, no training"
+        return experiment.source.effort
     names = dict.fromkeys(run.config.data.name for run in runs)
     return f"{', '.join(names)}; {time_left(runs, setup)}"
 
@@ -38,6 +40,36 @@ def time_left(runs: tuple[PlannedRun, ...], setup: Setup) -> str:
     if not unknown:
         return known
     return f"{known}, unknown for {unknown}" if seconds else f"{counted(unknown, 'run')}, time unknown"
+
+
+def plan(chosen: Sequence[Experiment], setup: Setup) -> list[dict[str, Any]]:
+    """Return what carrying out experiments would find and need; `refused` says why it would not begin."""
+    return [
+        {
+            "experiment": experiment.name,
+            "runs": [
+                {"path": str(run.path), "state": "other settings" if run.apart else run.state}
+                for run in experiment.source.runs(setup)
+            ],
+            "needs": needs_of(experiment, setup),
+            "refused": [run.apart for run in experiment.source.runs(setup) if run.apart],
+        }
+        for experiment in chosen
+    ]
+
+
+def plan_page(chosen: Sequence[Experiment], setup: Setup) -> Page:
+    """Return the same for people."""
+    columns = (Column("Run"), Column("State", words=True))
+    parts = tuple(
+        Page(
+            f"{experiment.label}. {experiment.title}",
+            (Table("", columns, tuple((Path(run["path"]).name, run["state"]) for run in found["runs"])),),
+            notes=tuple(f"refused: {text}" for text in found["refused"]) or (found["needs"],),
+        )
+        for experiment, found in zip(chosen, plan(chosen, setup), strict=True)
+    )
+    return Page(f"Scale {setup.scale.name}: {setup.scale.help}", parts=parts)
 
 
 def listing(setups: dict[str, Setup]) -> list[dict[str, Any]]:

@@ -36,6 +36,12 @@ class Outcome:
         return self.setup.scale.like_the_paper or not self.experiment.source.runs(self.setup)
 
     @property
+    def empty(self) -> bool:
+        """Whether there is nothing to show yet: no number, no curve, and no failure to tell of."""
+        found = any(part.curves or any(part.values.values()) for part in self.parts)
+        return not found and not self.failures
+
+    @property
     def title(self) -> str:
         scale = "" if self.comparable else f", scale {self.setup.scale.name}"
         return f"{self.experiment.label}. {self.experiment.title}{scale}"

@@ -72,14 +72,16 @@ class PlannedRun:
             return "missing"
         return "finished" if self.kept or is_finished(files) else "stopped"
 
-    def check(self) -> None:
-        """Refuse a folder whose run has other settings than those that are asked for."""
+    @property
+    def apart(self) -> str:
+        """In what the run in its folder has other settings than those that are asked for, as a sentence."""
         differs = [] if self.state == "missing" else settings_apart(self.config, self.path)
-        if differs:
-            raise ConfigError(
-                f"{self.path} holds a run with other settings than asked for ({'; '.join(differs)}). Move it away, "
-                "or give another folder with --out"
-            )
+        if not differs:
+            return ""
+        return (
+            f"{self.path} holds a run with other settings than asked for ({'; '.join(differs)}). Move it away, "
+            "or give another folder with --out"
+        )
 
     def play(self, console: Console) -> None:
         """Start the run, or go on with it."""
@@ -150,6 +152,8 @@ class Setup:
         for name in self.only:
             if name not in known:
                 raise ConfigError(f"--only: {unknown('setting', name, known)}")
+        for setting in self.settings:  # also what an experiment does not heed has to be right
+            _loaded(setting.preset, self.overrides)
 
     @property
     def settings(self) -> tuple[PaperSetting, ...]:
@@ -183,8 +187,9 @@ class Setup:
 
 def check_runs(runs: Sequence[PlannedRun], to_train: bool = True) -> None:
     """Refuse what could not be carried out, before anything is trained: foreign folders and missing data."""
-    for run in runs:
-        run.check()
+    refused = next(filter(None, (run.apart for run in runs)), None)
+    if refused:
+        raise ConfigError(refused)
     needed = {run.config.data.name: run.config for run in runs if to_train and run.state != "finished"}
     lacking = [text for config in needed.values() for text in _lacking(config)]
     if lacking:
@@ -252,6 +257,8 @@ def seconds_left(runs: Iterable[PlannedRun]) -> tuple[float, int]:
 
 
 def with_scale(setup: Setup, scale: Scale) -> Setup:
-    """Return the same setup with another scale's settings."""
+    """Return the same setup with another scale's settings; changed keys are those of the scale they were given for."""
+    if scale == setup.scale:
+        return setup
     known = {setting.preset for setting in scale.settings}
-    return replace(setup, scale=scale, only=tuple(name for name in setup.only if name in known))
+    return replace(setup, scale=scale, overrides=(), only=tuple(name for name in setup.only if name in known))
