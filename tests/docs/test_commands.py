@@ -64,7 +64,7 @@ GIVEN = {
     "docs/how-to/move.md": f"mkdir runs; {RUN} runs/cifar10-fedprophet-1",
     "docs/how-to/production.md": f"{PILOT}; {RUN} pilot/runs/run-1",
     "docs/how-to/report.md": f"mkdir runs; {RUN} runs/digits-fedprophet-1; {JFAT} runs/digits-jfat-1",
-    "docs/how-to/reproduce.md": "ln -s ${PYTHONPATH%/src}/benchmarks benchmarks",
+    "docs/how-to/reproduce.md": 'ln -s "${PYTHONPATH%/src}/benchmarks" benchmarks',
     "docs/how-to/watch.md": f"mkdir runs; {RUN} runs/digits-fedprophet-1",
     "docs/how-to/resume.md": f"mkdir runs; {RUN} runs/digits-fedprophet-1",
     "docs/how-to/robust.md": f"{RUN} RUN",
@@ -173,7 +173,6 @@ def world(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
 # How they run ---------------------------------------------------------------------------------------------------------
 
 PROGRAM = """\
-#!{python} -SE
 import os, sys
 from multiprocessing.connection import Client
 
@@ -201,7 +200,10 @@ class Shell:
         self.listener = Listener(family="AF_UNIX")
         programs = folder / "programs"
         programs.mkdir()
-        (programs / "fedprophet").write_text(PROGRAM.format(python=sys.executable))
+        (programs / "ask.py").write_text(PROGRAM)
+        # A first line may name no interpreter whose path has a space.
+        call = shlex.join([sys.executable, "-SE", str(programs / "ask.py")])
+        (programs / "fedprophet").write_text(f'#!/bin/sh\nexec {call} "$@"\n')
         (programs / "fedprophet").chmod(stat.S_IRWXU)
         newest = sorted((world / "finished" / "checkpoints").iterdir())[-1].name
         self.environment = {
