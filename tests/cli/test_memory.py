@@ -74,6 +74,7 @@ def test_a_module_that_no_plan_fits_is_shown_with_what_it_takes_and_another_part
         assert module["predicted_bytes"] > 39_000_000 > module["paper_bytes"]
 
 
+@pytest.mark.slow
 def test_modules_can_be_cut_by_what_they_take():
     found = document(*SMALL, "--budget", "1600kB", "--no-measure", "--memory-model", "measured")
     assert all(module["fits"] for module in found["modules"])

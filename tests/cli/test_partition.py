@@ -108,6 +108,7 @@ def test_help_has_an_example():
     assert "partition vgg16 --input 3x32x32 --classes 10 --batch 64 --budget 60MB" in " ".join(result.stdout.split())
 
 
+@pytest.mark.slow
 def test_modules_can_be_cut_by_what_they_take():
     small = ["vgg-small", "--input", "1x16x16", "--batch", "32", "--budget", "1600kB"]
     paper, measured = document(*small), document(*small, "--memory-model", "measured")

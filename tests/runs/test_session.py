@@ -202,6 +202,7 @@ def test_the_server_of_a_simulation_knows_the_shards_and_that_of_real_devices_do
     assert [registered.world.aggregator.sizes(k) for k in range(6)] == [9, 8, 7, 6, 5, 4]
 
 
+@pytest.mark.slow
 def test_modules_are_counted_by_the_paper_or_by_what_they_take(tiny) -> None:
     """On the tiny run by either; the whole model's share is then one of the same model of memory."""
     paper = assemble(tiny())
