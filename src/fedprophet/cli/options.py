@@ -31,6 +31,7 @@ Logs = Annotated[
     list[str] | None,
     typer.Option("--log", metavar="TRACKER", help=f"Log each round to {', '.join(TRACKERS)}; may be repeated."),
 ]
+ModuleBudget = Annotated[str, typer.Option(help="Memory of one module: 60MB, 64MiB, bytes, or 25% of the whole model.")]
 ModelName = Annotated[str, typer.Argument(help=f"One of {', '.join(MODELS)}.")]
 InputShape = Annotated[str, typer.Option("--input", help="Shape of one input.")]
 Classes = Annotated[int, typer.Option(help="Number of classes.", min=2, max=10**6)]

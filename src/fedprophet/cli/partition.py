@@ -12,6 +12,7 @@ from fedprophet.cli.options import (
     InputShape,
     MemoryModel,
     ModelName,
+    ModuleBudget,
     Optimizer,
     model_cost,
     print_result,
@@ -24,7 +25,7 @@ from fedprophet.sizes import format_count, format_size, parse_budget
 
 def partition_command(
     model: ModelName,
-    budget: Annotated[str, typer.Option(help="Memory of one module: 60MB, 64MiB, bytes, or 25% of the whole model.")],
+    budget: ModuleBudget,
     input_: InputShape = "3x32x32",
     classes: Classes = 10,
     batch: Batch = 64,

@@ -12,6 +12,7 @@ is passed on. With x̂ = (x − mean)/σ and the gradient g at the layer's outpu
 where all means are over the batch. Each norm layer in an atom costs one more pass in either direction.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -82,19 +83,19 @@ class AtomwiseStep:
         return _WholeRun(atom, x)
 
 
-class _AtomRun:
+class _AtomRun(ABC):
     """An atom and the input it has in this step."""
 
     def __init__(self, atom: Atom, x: Tensor) -> None:
         self._atom, self._x = atom, x
 
+    @abstractmethod
     def forward(self, owned: bool) -> Tensor:
         """Return the output; `owned` inputs may be overwritten on the way back."""
-        raise NotImplementedError
 
+    @abstractmethod
     def backward(self, gradient: Tensor, wanted: bool) -> Tensor | None:
         """Add to the gradients of the parameters; return that of the input, if it is wanted and there is one."""
-        raise NotImplementedError
 
 
 class _WholeRun(_AtomRun):
