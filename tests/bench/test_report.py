@@ -133,6 +133,14 @@ def test_a_run_is_projected_from_its_rounds(found):
     assert (both["stages"], both["rounds_per_stage"], both["warmup_rounds"], both["evaluations"]) == (2, 10, 2, 4)
 
 
+def test_a_projection_leaves_out_the_evaluations_that_a_cascade_spares(settings):
+    spare = replace(settings, overrides=(*settings.overrides, "convergence.gate=5", "evaluate.before_gate=7"))
+    sides = [measured(Case(name), "plain", [1.0], [1.0], [1.0]) for name in ("jfat", "fedprophet")]
+    projected = {p["method"]: p["evaluations"] for p in report.document(spare, ABOUT, PRODUCT, sides)["projection"]}
+    # jfat: 3, 6, 9 and 10. The gate of a stage opens after round 2 + 5: 7, 9 and 10.
+    assert projected == {"jfat": 4, "fedprophet": 3}
+
+
 def test_a_run_whose_stages_were_not_all_measured_is_not_projected(settings):
     some = [measured(Case("fedprophet", 1), "plain", [1.0], [1.0], [1.0], stages=2)]
     assert report.document(settings, ABOUT, PRODUCT, some)["projection"] == []

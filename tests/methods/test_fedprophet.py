@@ -363,10 +363,38 @@ def test_alpha_is_adjusted_every_so_many_rounds_whatever_the_evaluations(tiny, m
 
 
 @pytest.mark.parametrize("method", ["fedprophet", "jfat"])
-def test_evaluations_are_as_rare_as_set_but_the_last_round_of_a_stage_has_one(tiny, method):
-    played = assemble(tiny({"method": method, "rounds": 5, "evaluate.every": 3})).method
-    assert [played.evaluation_due(number, 0) for number in range(1, 6)] == [False, False, True, False, True]
-    assert [played.evaluation_due(number, 1) for number in (3, 5)] == [False, True], "nothing new to evaluate"
+def test_evaluations_are_as_rare_as_set_but_the_last_round_of_a_stage_has_one(tiny, play_in_memory, method):
+    changes = {"method": method, "memory.budget": "60%", "rounds": 5, "evaluate.every": 3, "convergence.patience": 5}
+    played = play_in_memory(tiny({**changes, "train.iterations": 1, "evaluate.clients": 1}), rounds=5)
+    assert [record["round"] for record in played.records if "clean" in record] == [3, 5]
+
+
+def test_evaluations_before_the_gate_change_nothing(tiny, played, stages, play_in_memory, scripted, same_tensors):
+    """The same model, bit for bit, and the same journal but for accuracies that nothing depends on."""
+    spared = play_in_memory(tiny({**SETTINGS, "evaluate.before_gate": 2}), scripted(ACCURACIES))
+    never = play_in_memory(tiny({**SETTINGS, "evaluate.before_gate": 9}), scripted(ACCURACIES))
+    early = [(rounds[0], rounds[1]) for rounds in stages]
+    assert early == [(1, 2), (6, 7), (12, 13)]
+    for other, left_out in ((spared, (1, 6, 12)), (never, (1, 2, 6, 7, 12, 13))):
+        evaluated = [record["round"] for record in other.records if "clean" in record]
+        assert evaluated == [r for rounds in stages for r in rounds if r not in left_out]
+        for record, full in zip(other.records, played.records, strict=True):
+            gone = ("clean", "adversarial", "samples") if record["round"] in left_out else ()
+            assert record == {key: value for key, value in full.items() if key not in gone}
+        for a, b in zip(other.states, played.states, strict=True):
+            bare = {name: {} for name in ("model", "heads", "best_model", "best_heads")}
+            assert all(same_tensors(getattr(a, name), getattr(b, name)) for name in bare)
+            assert replace(a, **bare) == replace(b, **bare)
+        for a, b in zip(other.layers, played.layers, strict=True):
+            assert a.keys() == b.keys()
+            assert all(same_tensors(a[client], b[client]) for client in a)
+
+
+def test_a_baseline_evaluates_before_the_gate_too_since_any_round_may_be_its_best(tiny, play_in_memory, scripted):
+    changes = {"method": "jfat", "rounds": 4, "train.warmup": 2, "convergence.gate": 1, "evaluate.before_gate": 9}
+    best_first = scripted({1: (0.9, 0.9), 2: (0.5, 0.5), 3: (0.6, 0.6), 4: (0.6, 0.6)})
+    played = play_in_memory(tiny({**changes, "train.iterations": 1, "evaluate.clients": 1}), best_first)
+    assert [record["best_round"] for record in played.records] == [1, 1, 1, 1]
 
 
 # Equalities ----------------------------------------------------------------------------------------------------------

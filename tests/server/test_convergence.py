@@ -12,6 +12,14 @@ def test_warm_up_trains_without_attack_and_the_gate_opens_later() -> None:
     assert [RULE.counts(t) for t in (101, 125, 126)] == [False, False, True]
 
 
+def test_evaluations_are_rare_as_set_and_the_last_round_has_one() -> None:
+    rule = StageRule(rounds=11, warmup=4, gate=2, patience=3, every=2, before_gate=3)
+    # The gate opens after round 6: 3 and 6 before it, 8 and 10 behind it, 11 in any case.
+    assert [t for t in range(1, 12) if rule.evaluates(t)] == [3, 6, 8, 10, 11]
+    assert [t for t in range(1, 12) if rule.evaluates(t, failures=1)] == [11], "nothing new to evaluate"
+    assert [t for t in range(1, 12) if rule.ungated.evaluates(t)] == [2, 4, 6, 8, 10, 11]
+
+
 def test_a_stage_ends_with_its_rounds_or_when_its_best_is_old() -> None:
     assert not RULE.ends(499, None)
     assert RULE.ends(500, 0)

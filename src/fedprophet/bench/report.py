@@ -13,6 +13,8 @@ from fedprophet.display.numbers import counted, digits, factor, percent
 from fedprophet.display.tables import Column, Page, Table
 from fedprophet.durations import clock
 from fedprophet.engines import cores
+from fedprophet.methods import METHODS
+from fedprophet.methods.world import stage_rule
 from fedprophet.sizes import format_size
 
 FLOAT32 = "float32"
@@ -143,7 +145,8 @@ def projections(configs: Mapping[str, Config], found: Sequence[CaseResult]) -> l
 
 
 def _projection(config: Config, sides: Sequence[CaseResult]) -> Document:
-    evaluations = -(-config.rounds // config.evaluate.every)
+    rule = stage_rule(config) if METHODS[config.method].cascade else stage_rule(config).ungated
+    evaluations = sum(rule.evaluates(number) for number in range(1, config.rounds + 1))
     attacked = config.rounds - config.warmup_rounds
     times = {WARMUP: config.warmup_rounds, TRAINING: attacked, EVALUATION: evaluations}
     parts = {

@@ -190,6 +190,13 @@ class EvaluateSettings(Section):
     """Validation on the clients during training, and the test at the end."""
 
     every: int = Field(default=1, ge=1, description="Rounds from one evaluation to the next.")
+    before_gate: int = Field(
+        default=0,
+        ge=0,
+        description="FedProphet: the same as long as no score counts, which is until the gate; 0: as `every`. Nothing "
+        "depends on these evaluations, so the model is the same whatever the value; only the best round of all, in "
+        "results.json, is then the best of fewer. Baselines, whose best round may be any, keep to `every`.",
+    )
     steps: int = Field(default=20, ge=1, description="PGD steps of the attack that is evaluated.")
     clients: Clients = Field(default="all", description="Clients that evaluate.")
     test_samples: int = Field(

@@ -221,11 +221,6 @@ class Method(ABC, Generic[S]):
         believable = believed(filter(sound, answers), aggregator.sizes, record)
         return aggregator.join(initial, ((answer.weight, answer.local) for answer in believable))
 
-    def evaluation_due(self, stage_round: int, failures: int) -> bool:
-        """Whether a round is evaluated: every few rounds, and always the last, so that a stage never lacks a best."""
-        config = self.world.config
-        return stage_round >= config.rounds or (not failures and stage_round % config.evaluate.every == 0)
-
     def ask_accuracy(self, state: S, record: Record) -> Conversation[Accuracy | None]:
         """Let clients evaluate the model and return their accuracy; None where none of them did."""
         settings = self.world.config.evaluate

@@ -65,7 +65,7 @@ class Baseline(Method[S]):
             state = replace(joined, failures=0, starting=self.gathered(state, usable))
         else:
             state = replace(state, failures=state.failures + 1)
-        if self.evaluation_due(state.round, state.failures):
+        if self.world.stage_rule.ungated.evaluates(state.round, state.failures):
             state = yield from self._evaluate(state, record)
         return (self._restore_best(state, record) if self.trained(state) else state), record
 

@@ -133,7 +133,7 @@ class FedProphet(Method[CascadeState]):
             "alpha": state.perturbation.alpha if state.perturbation else None,
         }
         state = yield from self._train(state, record)
-        if self.evaluation_due(state.stage_round, state.failures):
+        if self.world.stage_rule.evaluates(state.stage_round, state.failures):
             state = yield from self._evaluate(state, record)
         since_best = state.round - state.best.round if state.best else None
         if self.world.stage_rule.ends(state.stage_round, since_best):

@@ -72,8 +72,7 @@ class World:
     @property
     def stage_rule(self) -> StageRule:
         """How long a stage lasts."""
-        config = self.config
-        return StageRule(config.rounds, config.warmup_rounds, config.gate_rounds, config.patience_rounds)
+        return stage_rule(self.config)
 
     def image_threat(self, steps: int) -> ThreatModel:
         """Return the threat on images, with this many steps of the attack."""
@@ -128,6 +127,19 @@ class World:
 def named(parameters: Parameters, names: Iterable[str]) -> dict[str, Tensor]:
     """Return the parameters of the names given."""
     return {name: parameters[name] for name in names}
+
+
+def stage_rule(config: Config) -> StageRule:
+    """Return how long a stage lasts, and which of its rounds are evaluated."""
+    evaluate = config.evaluate
+    return StageRule(
+        config.rounds,
+        config.warmup_rounds,
+        config.gate_rounds,
+        config.patience_rounds,
+        evaluate.every,
+        evaluate.before_gate or evaluate.every,
+    )
 
 
 def local_training(config: Config, stage_round: int) -> LocalTraining:

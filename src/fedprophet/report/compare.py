@@ -29,6 +29,7 @@ CASCADE_KEYS = (
     "convergence.",
     "train.head_gradients",
     "attack.feature_steps",
+    "evaluate.before_gate",
 )
 DISTILLATION_KEYS = ("distillation.",)
 """Keys that only methods of that kind read, by how they begin."""

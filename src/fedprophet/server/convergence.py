@@ -1,6 +1,6 @@
 """When a stage has converged, and which of its rounds is kept."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -16,12 +16,22 @@ class Best:
 
 @dataclass(frozen=True)
 class StageRule:
-    """A stage starts with `warmup` rounds of standard training; `gate` rounds later its score begins to count."""
+    """A stage starts with `warmup` rounds of standard training; `gate` rounds later its score begins to count.
+
+    From one evaluation to the next it has `every` rounds, and `before_gate` rounds as long as no score counts.
+    """
 
     rounds: int
     warmup: int
     gate: int
     patience: int
+    every: int = 1
+    before_gate: int = 1
+
+    @property
+    def ungated(self) -> "StageRule":
+        """The same where any round may be the best, as in a baseline: no evaluation is spared."""
+        return replace(self, before_gate=self.every)
 
     def adversarial(self, stage_round: int) -> bool:
         """Whether a round (the first is 1) trains adversarially."""
@@ -30,6 +40,14 @@ class StageRule:
     def counts(self, stage_round: int) -> bool:
         """Whether a round can become the stage's best, end it, or move the perturbation."""
         return stage_round > self.warmup + self.gate
+
+    def evaluates(self, stage_round: int, failures: int = 0) -> bool:
+        """Whether a round is evaluated: every few rounds if there is something new, and always the last of a stage.
+
+        So a stage never lacks a best. `failures` are the rounds in a row that changed nothing.
+        """
+        interval = self.every if self.counts(stage_round) else self.before_gate
+        return stage_round >= self.rounds or (not failures and stage_round % interval == 0)
 
     def ends(self, stage_round: int, rounds_since_best: int | None) -> bool:
         """Whether the stage is over: all its rounds are used, or its best score has not been beaten for long."""
