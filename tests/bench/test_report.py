@@ -141,6 +141,14 @@ def test_a_projection_leaves_out_the_evaluations_that_a_cascade_spares(settings)
     assert projected == {"jfat": 4, "fedprophet": 3}
 
 
+def test_a_projection_counts_the_stages_without_warm_up(settings):
+    once = replace(settings, overrides=(*settings.overrides, "train.warmup_stages=first"))
+    sides = [measured(Case("fedprophet", stage), "plain", [8.0], [4.0], [1.0], stages=2) for stage in (0, 1)]
+    (projected,) = report.document(once, ABOUT, PRODUCT, sides)["projection"]
+    # Two rounds of warm-up and eight attacked, then ten attacked.
+    assert projected["seconds_by_part"] == {WARMUP: 2 * 4.0, TRAINING: 18 * 8.0, EVALUATION: 8 * 1.0, "server": 5.0}
+
+
 def test_a_run_whose_stages_were_not_all_measured_is_not_projected(settings):
     some = [measured(Case("fedprophet", 1), "plain", [1.0], [1.0], [1.0], stages=2)]
     assert report.document(settings, ABOUT, PRODUCT, some)["projection"] == []

@@ -1,6 +1,7 @@
 """The gate, the patience and the score of a stage."""
 
 import math
+from dataclasses import replace
 
 from fedprophet.server.convergence import Best, StageRule, better, score
 
@@ -21,10 +22,22 @@ def test_evaluations_are_rare_as_set_and_the_last_round_has_one() -> None:
 
 
 def test_a_stage_ends_with_its_rounds_or_when_its_best_is_old() -> None:
-    assert not RULE.ends(499, None)
-    assert RULE.ends(500, 0)
-    assert not RULE.ends(300, 49)
-    assert RULE.ends(300, 50)
+    assert RULE.overdue(499, since_best=None) == -1
+    assert RULE.overdue(500, since_best=0) == 0
+    assert RULE.overdue(502, since_best=None) == 2
+    assert [RULE.overdue(300, since_best=age) for age in (49, 50, 52)] == [-1, 0, 2]
+    assert RULE.overdue(501, since_best=53) == 3
+
+
+def test_patience_may_wait_for_alpha() -> None:
+    waiting = replace(RULE, waits_for_alpha=True)
+    # The best is 60 rounds old, but alpha changed 10, 50 or 55 rounds ago; in the first stage there is no alpha.
+    ages = (10, 50, 55, None)
+    assert [waiting.overdue(300, since_best=60, since_alpha=age) for age in ages] == [-40, 0, 5, 10]
+    assert [RULE.overdue(300, since_best=60, since_alpha=age) for age in ages] == [10, 10, 10, 10]
+    assert waiting.overdue(300, since_best=20, since_alpha=60) == -30, "a fresh best is waited for as ever"
+    assert waiting.overdue(300, since_best=None, since_alpha=60) == -200, "without a best, nothing but the rounds ends"
+    assert waiting.overdue(500, since_best=60, since_alpha=0) == 0, "all rounds are used"
 
 
 def test_score_weighs_robustness_by_the_ratio_of_the_stage_before() -> None:
@@ -32,6 +45,17 @@ def test_score_weighs_robustness_by_the_ratio_of_the_stage_before() -> None:
     assert score(0.8, 0.5, 1.6) == 1.6
     assert math.isfinite(score(0.8, 0.0, math.inf))
     assert score(0.1, 0.2, math.inf) > score(0.9, 0.1, math.inf)
+    assert RULE.score(0.8, 0.5, reference=1.6) == 1.6
+
+
+def test_the_weight_of_robustness_may_be_a_number() -> None:
+    """Then it does not depend on what the stages before gave away: 3 points of robustness are worth 6 of accuracy."""
+    fixed = replace(RULE, weight=2.0)
+    assert fixed.score(0.75, 0.5, reference=1.0) == fixed.score(0.75, 0.5, reference=math.inf) == 1.75
+    for reference in (1.0, 1.6):
+        assert fixed.score(0.70, 0.53, reference) > fixed.score(0.755, 0.50, reference)
+        assert RULE.score(0.70, 0.53, reference) < RULE.score(0.755, 0.50, reference)
+    assert replace(RULE, weight=0.0).score(0.75, 0.5, reference=1.0) == 0.75
 
 
 def test_a_tie_keeps_the_earlier_round() -> None:

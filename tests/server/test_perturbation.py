@@ -80,6 +80,27 @@ def test_where_the_cadence_is_counted_from(counted_from: str, evaluated_every: i
     assert found == adjusted
 
 
+def test_a_stage_begins_with_the_start_value_or_with_the_last_alpha_if_that_is_higher() -> None:
+    start, last = (PerturbationSettings(start=0.3, restart=restart) for restart in ("start", "last"))
+    befores = (None, _perturbation(0.2), _perturbation(0.7))
+    assert [start.starting(before) for before in befores] == [0.3, 0.3, 0.3]
+    assert [last.starting(before) for before in befores] == [0.3, 0.3, 0.7]
+    assert PerturbationSettings().starting(_perturbation(0.7)) == 0.3
+
+
+def test_it_knows_when_alpha_last_changed() -> None:
+    """The reference is 1.6, alpha has a floor of 0.3, and every second round is compared."""
+    settings, perturbation, changed = PerturbationSettings(floor=0.3, every=2), _perturbation(), []
+    accuracies = [(0.5, 0.5)] * 2  # less than 1.52, but alpha is at its floor
+    accuracies += [(0.8, 0.4)] * 2  # 2.0: raised in the fourth round
+    accuracies += [(0.8, 0.5)] * 2  # in the band
+    accuracies += [(0.5, 0.5)] * 2  # lowered in the eighth
+    for number, (clean, adversarial) in enumerate(accuracies, start=1):
+        perturbation = perturbation.observe(clean, adversarial, settings, since_warmup=number)
+        changed.append(perturbation.changed)
+    assert changed == [0, 0, 0, 4, 4, 4, 4, 8]
+
+
 def test_ratio_without_adversarial_accuracy_is_infinite() -> None:
     assert accuracy_ratio(0.5, 0.25) == 2.0
     assert accuracy_ratio(0.5, 0.0) == math.inf

@@ -145,23 +145,34 @@ def projections(configs: Mapping[str, Config], found: Sequence[CaseResult]) -> l
 
 
 def _projection(config: Config, sides: Sequence[CaseResult]) -> Document:
-    rule = stage_rule(config) if METHODS[config.method].cascade else stage_rule(config).ungated
-    evaluations = sum(rule.evaluates(number) for number in range(1, config.rounds + 1))
-    attacked = config.rounds - config.warmup_rounds
-    times = {WARMUP: config.warmup_rounds, TRAINING: attacked, EVALUATION: evaluations}
+    """Return the projection; the numbers of rounds in it are those of the first stage."""
+    times = [_times(config, side.case.stage or 0) for side in sides]
     parts = {
-        part: sum(number * statistics.median(s.seconds for s in side.parts[part]) for side in sides)
-        for part, number in times.items()
+        part: sum(
+            number[part] * statistics.median(s.seconds for s in side.parts[part])
+            for number, side in zip(times, sides, strict=True)
+        )
+        for part in PARTS
     }
     server = sum(config.rounds * statistics.median(side.server) for side in sides)
     return {
         "stages": len(sides),
         "rounds_per_stage": config.rounds,
-        "warmup_rounds": config.warmup_rounds,
-        "evaluations": evaluations,
+        "warmup_rounds": times[0][WARMUP],
+        "evaluations": times[0][EVALUATION],
         "seconds_by_part": {**parts, "server": server},
         "seconds": sum(parts.values()) + server,
     }
+
+
+def _times(config: Config, stage: int) -> dict[str, int]:
+    """Return in how many rounds of a stage each part is played."""
+    rule = stage_rule(config, stage)
+    if not METHODS[config.method].cascade:
+        rule = rule.ungated
+    rounds = range(1, rule.rounds + 1)
+    attacked, evaluated = sum(map(rule.adversarial, rounds)), sum(map(rule.evaluates, rounds))
+    return {WARMUP: rule.rounds - attacked, TRAINING: attacked, EVALUATION: evaluated}
 
 
 # For people ----------------------------------------------------------------------------------------------------------

@@ -68,6 +68,11 @@ class TrainSettings(Section):
     warmup: Rounds = Field(
         default="20%", description="Rounds of standard training that start a stage (100 of 500 in the paper)."
     )
+    warmup_stages: Literal["all", "first"] = Field(
+        default="all",
+        description="FedProphet: the stages that start with them. A later stage begins behind modules that are robust "
+        "already; training it without an attack gives that away, and the rest of the stage has to win it back.",
+    )
     strong_convexity: float = Field(default=1e-5, ge=0, description="Weight of the strong-convexity term (mu).")
     calibration: Literal["none", "labels"] = Field(
         default="none",
@@ -177,6 +182,17 @@ class ConvergenceSettings(Section):
     )
     patience: Rounds = Field(
         default="10%", description="A stage ends when its best score is this many rounds old (50 of 500)."
+    )
+    patience_after: Literal["best", "alpha"] = Field(
+        default="best",
+        description="From where on these rounds are counted: the best score, or the last change of alpha if that came "
+        "later. Else a stage may end before the effect of an adjustment can be seen.",
+    )
+    weight: Literal["ratio"] | Annotated[float, Field(ge=0)] = Field(
+        default="ratio",
+        description="Weight of the adversarial accuracy in the score of a stage, clean + weight · adversarial: C*/A* "
+        "of the stage before (1 in the first), or a number, such as the 1.5 that the paper's tables choose rounds by. "
+        "A stage gives a point of robustness away for that many points of clean accuracy.",
     )
 
     def conflicts(self, config: Any) -> Iterator[str]:

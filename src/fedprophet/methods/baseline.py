@@ -52,7 +52,7 @@ class Baseline(Method[S]):
         state = replace(state, round=state.round + 1)
         record: Record = {
             "round": state.round,
-            "adversarial_training": self.world.stage_rule.adversarial(state.round),
+            "adversarial_training": self.world.stage_rule().adversarial(state.round),
             "epsilon": self.world.config.attack.radius,
         }
         available = yield from self.ask_resources(state, record)
@@ -65,7 +65,7 @@ class Baseline(Method[S]):
             state = replace(joined, failures=0, starting=self.gathered(state, usable))
         else:
             state = replace(state, failures=state.failures + 1)
-        if self.world.stage_rule.ungated.evaluates(state.round, state.failures):
+        if self.world.stage_rule().ungated.evaluates(state.round, state.failures):
             state = yield from self._evaluate(state, record)
         return (self._restore_best(state, record) if self.trained(state) else state), record
 
@@ -107,7 +107,7 @@ class Baseline(Method[S]):
     def train_task(self, state: S, client: int) -> Train:
         """Return the local training of the whole model."""
         world = self.world
-        adversarial = world.stage_rule.adversarial(state.round)
+        adversarial = world.stage_rule().adversarial(state.round)
         return Train(
             **self.model_fields(state, client),
             threat=world.image_threat(world.config.attack.steps) if adversarial else None,

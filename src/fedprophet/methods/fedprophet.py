@@ -22,7 +22,7 @@ from fedprophet.methods.registry import method
 from fedprophet.methods.world import World, named
 from fedprophet.randomness import global_rng
 from fedprophet.server.assignment import AssignmentSettings, assign
-from fedprophet.server.convergence import Best, better, score
+from fedprophet.server.convergence import Best, StageRule, better
 from fedprophet.server.coordinator import Conversation, Record, ask
 from fedprophet.server.perturbation import Perturbation, PerturbationSettings, accuracy_ratio
 from fedprophet.server.plausibility import outliers
@@ -128,17 +128,27 @@ class FedProphet(Method[CascadeState]):
             "round": state.round,
             "module": state.stage + 1,
             "stage_round": state.stage_round,
-            "adversarial_training": self.world.stage_rule.adversarial(state.stage_round),
+            "adversarial_training": self._rule(state).adversarial(state.stage_round),
             "epsilon": self._threat(state).radius,
             "alpha": state.perturbation.alpha if state.perturbation else None,
         }
         state = yield from self._train(state, record)
-        if self.world.stage_rule.evaluates(state.stage_round, state.failures):
+        if self._rule(state).evaluates(state.stage_round, state.failures):
             state = yield from self._evaluate(state, record)
-        since_best = state.round - state.best.round if state.best else None
-        if self.world.stage_rule.ends(state.stage_round, since_best):
+        if self._overdue(state) >= 0:
             state = yield from self._fix_module(state, record)
         return state, record
+
+    def _rule(self, state: CascadeState) -> StageRule:
+        """Return how long the stage lasts and what counts in it."""
+        return self.world.stage_rule(state.stage)
+
+    def _overdue(self, state: CascadeState) -> int:
+        """Return for how many rounds the stage has been over; below 0 it is not."""
+        rule, perturbation = self._rule(state), state.perturbation
+        since_best = state.round - state.best.round if state.best else None
+        since_alpha = state.stage_round - rule.warmup - perturbation.changed if perturbation else None
+        return rule.overdue(state.stage_round, since_best, since_alpha)
 
     def _train(self, state: CascadeState, record: Record) -> Conversation[CascadeState]:
         """Ask the cohort what it has available, assign modules, train them, and average what came back."""
@@ -172,9 +182,10 @@ class FedProphet(Method[CascadeState]):
         A round that nobody evaluated has no accuracy: it cannot become the best, and does not move the perturbation.
         """
         accuracy = yield from self.ask_accuracy(state, record)
-        if accuracy is None or not self.world.stage_rule.counts(state.stage_round):
+        rule = self._rule(state)
+        if accuracy is None or not rule.counts(state.stage_round):
             return state
-        points = score(accuracy.clean, accuracy.adversarial, state.reference)
+        points = rule.score(accuracy.clean, accuracy.adversarial, state.reference)
         candidate = Best(state.round, points, accuracy.clean, accuracy.adversarial, state.alpha)
         best = better(state.best, candidate)
         record |= {"score": points, "best_round": best.round}
@@ -185,7 +196,7 @@ class FedProphet(Method[CascadeState]):
         if state.perturbation is not None:
             config = self.world.config
             settings, every = config.of(PerturbationSettings), config.evaluate.every
-            since_warmup = state.stage_round - config.warmup_rounds
+            since_warmup = state.stage_round - rule.warmup
             adjusted = state.perturbation.observe(accuracy.clean, accuracy.adversarial, settings, every, since_warmup)
             state = replace(state, perturbation=adjusted)
         return state
@@ -214,7 +225,7 @@ class FedProphet(Method[CascadeState]):
             if magnitude is None:
                 return self._postponed(state, record)
             noted["magnitude"] = magnitude
-            start = self.world.config.of(PerturbationSettings).start
+            start = self.world.config.of(PerturbationSettings).starting(restored.perturbation)
             perturbation = Perturbation(magnitude, restored.reference, start)
         record["fixed"] = noted
         return replace(restored, stage=state.stage + 1, stage_round=0, perturbation=perturbation, best=None)
@@ -267,9 +278,7 @@ class FedProphet(Method[CascadeState]):
 
     def _postponed(self, state: CascadeState, record: Record) -> CascadeState:
         """Let the stage go on, unless nobody has measured for several rounds: then clients cannot be reached."""
-        rule, module = self.world.stage_rule, state.stage + 1
-        since_best = state.round - state.best.round if state.best else 0
-        overdue = 1 + max(state.stage_round - rule.rounds, since_best - rule.patience)
+        module, overdue = state.stage + 1, 1 + self._overdue(state)
         if overdue >= MEASURE_TRIES:
             raise TrainingError(
                 f"nobody has measured how far an attack moves the features of module {module}, in {overdue} rounds in "
@@ -313,7 +322,7 @@ class FedProphet(Method[CascadeState]):
 
     def _train_task(self, state: CascadeState, client: int, last: int) -> Train:
         """Return the joint training of modules m … M_k under the last one's exit (Eq. 13)."""
-        adversarial = self.world.stage_rule.adversarial(state.stage_round)
+        adversarial = self._rule(state).adversarial(state.stage_round)
         return Train(
             **self._model_fields(state, client, last, self._exit(last)),
             threat=self._threat(state) if adversarial else None,

@@ -69,10 +69,9 @@ class World:
             pools=self.config.norm.layers != "local",
         )
 
-    @property
-    def stage_rule(self) -> StageRule:
-        """How long a stage lasts."""
-        return stage_rule(self.config)
+    def stage_rule(self, stage: int = 0) -> StageRule:
+        """Return how long a stage lasts and what counts in it; a baseline has but the first."""
+        return stage_rule(self.config, stage)
 
     def image_threat(self, steps: int) -> ThreatModel:
         """Return the threat on images, with this many steps of the attack."""
@@ -129,16 +128,19 @@ def named(parameters: Parameters, names: Iterable[str]) -> dict[str, Tensor]:
     return {name: parameters[name] for name in names}
 
 
-def stage_rule(config: Config) -> StageRule:
-    """Return how long a stage lasts, and which of its rounds are evaluated."""
-    evaluate = config.evaluate
+def stage_rule(config: Config, stage: int = 0) -> StageRule:
+    """Return how long a stage, counted from 0, lasts and what counts in it."""
+    evaluate, convergence = config.evaluate, config.convergence
+    warms_up = stage == 0 or config.train.warmup_stages == "all"
     return StageRule(
-        config.rounds,
-        config.warmup_rounds,
-        config.gate_rounds,
-        config.patience_rounds,
-        evaluate.every,
-        evaluate.before_gate or evaluate.every,
+        rounds=config.rounds,
+        warmup=config.warmup_rounds if warms_up else 0,
+        gate=config.gate_rounds,
+        patience=config.patience_rounds,
+        every=evaluate.every,
+        before_gate=evaluate.before_gate or evaluate.every,
+        weight=None if convergence.weight == "ratio" else convergence.weight,
+        waits_for_alpha=convergence.patience_after == "alpha",
     )
 
 

@@ -28,6 +28,7 @@ CASCADE_KEYS = (
     "measure.",
     "convergence.",
     "train.head_gradients",
+    "train.warmup_stages",
     "attack.feature_steps",
     "evaluate.before_gate",
 )

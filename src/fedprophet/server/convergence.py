@@ -18,7 +18,9 @@ class Best:
 class StageRule:
     """A stage starts with `warmup` rounds of standard training; `gate` rounds later its score begins to count.
 
-    From one evaluation to the next it has `every` rounds, and `before_gate` rounds as long as no score counts.
+    From one evaluation to the next it has `every` rounds, and `before_gate` rounds as long as no score counts. `weight`
+    is that of the adversarial accuracy in the score; None: ratio*. `waits_for_alpha`: patience begins anew when alpha
+    changes, so that a stage is not over before the effect of the change can be seen.
     """
 
     rounds: int
@@ -27,6 +29,8 @@ class StageRule:
     patience: int
     every: int = 1
     before_gate: int = 1
+    weight: float | None = None
+    waits_for_alpha: bool = False
 
     @property
     def ungated(self) -> "StageRule":
@@ -49,9 +53,22 @@ class StageRule:
         interval = self.every if self.counts(stage_round) else self.before_gate
         return stage_round >= self.rounds or (not failures and stage_round % interval == 0)
 
-    def ends(self, stage_round: int, rounds_since_best: int | None) -> bool:
-        """Whether the stage is over: all its rounds are used, or its best score has not been beaten for long."""
-        return stage_round >= self.rounds or (rounds_since_best is not None and rounds_since_best >= self.patience)
+    def score(self, clean: float, adversarial: float, reference: float) -> float:
+        """Return by what the rounds of a stage are compared, given C*/A* of the stage before."""
+        return score(clean, adversarial, reference if self.weight is None else self.weight)
+
+    def overdue(self, stage_round: int, since_best: int | None, since_alpha: int | None = None) -> int:
+        """Return for how many rounds the stage has been over; below 0 it is not.
+
+        It is over when all its rounds are used, or when its best score has not been beaten for long: `since_best` are
+        the rounds since then, `since_alpha` those since alpha changed; None where there was no such round.
+        """
+        beyond = stage_round - self.rounds
+        if since_best is None:
+            return beyond
+        if self.waits_for_alpha and since_alpha is not None:
+            since_best = min(since_best, since_alpha)
+        return max(beyond, since_best - self.patience)
 
 
 LARGEST_RATIO = 1e6

@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pydantic import Field
 
+from fedprophet.messages.codec import LATER
 from fedprophet.settings.describe import misfit
 from fedprophet.settings.section import Section, section
 from fedprophet.settings.toml import shown
@@ -17,7 +18,13 @@ class PerturbationSettings(Section):
     """Adaptive Perturbation Adjustment (Eq. 11 and 12)."""
 
     enabled: bool = Field(default=True, description="Adjust alpha; false keeps it at its start.")
-    start: float = Field(default=0.3, ge=0, description="alpha at the start of every stage.")
+    start: float = Field(default=0.3, ge=0, description="alpha at the start of a stage.")
+    restart: Literal["start", "last"] = Field(
+        default="start",
+        description="What a stage after the second begins with: the start value, or the last alpha, which the stage "
+        "before was kept with, if that is higher. A low alpha lets robustness go until it has been raised again, which "
+        "takes a good part of a stage.",
+    )
     change: float = Field(default=0.1, ge=0, description="How much alpha changes at a time (Delta alpha).")
     threshold: float = Field(
         default=0.05, ge=0, lt=1, description="Relative change of the accuracy ratio that counts (gamma)."
@@ -32,6 +39,11 @@ class PerturbationSettings(Section):
         default=1, ge=1, description="Evaluations that the ratio is averaged over (5 in the paper's runs)."
     )
     floor: float = Field(default=0.0, ge=0, description="Lowest alpha (the start value in the paper's runs).")
+
+    def starting(self, before: "Perturbation | None") -> float:
+        """Return the α that a stage begins with; `before` is what the stage before was kept with, if on features."""
+        carried = before.alpha if before is not None and self.restart == "last" else self.start
+        return max(carried, self.start)
 
     def due(self, observed: int, since_warmup: int, evaluated_every: int) -> bool:
         """Whether α is adjusted after the evaluation number `observed`, in this round after the warm-up."""
@@ -55,7 +67,8 @@ class Perturbation:
     """The l2 radius of the attack on a module's input features, and how it follows the accuracies.
 
     `magnitude` is E[max ‖Δz_{m−1}‖] as the clients measured it when module m−1 was fixed; `reference` is the
-    C*_{m−1} / A*_{m−1} of that moment; `alpha` is the scaling factor that is adjusted.
+    C*_{m−1} / A*_{m−1} of that moment; `alpha` is the scaling factor that is adjusted. `changed` is the round after the
+    warm-up in which it last became another, 0 before that.
     """
 
     magnitude: float
@@ -63,6 +76,7 @@ class Perturbation:
     alpha: float
     ratios: tuple[float, ...] = ()
     observed: int = 0
+    changed: int = field(default=0, metadata=LATER)
 
     @property
     def radius(self) -> float:
@@ -91,4 +105,5 @@ class Perturbation:
             alpha += settings.change
         elif ratio < (1 - settings.threshold) * self.reference:
             alpha -= settings.change
-        return replace(seen, alpha=max(alpha, settings.floor))
+        alpha = max(alpha, settings.floor)
+        return replace(seen, alpha=alpha, changed=self.changed if alpha == self.alpha else since_warmup)
