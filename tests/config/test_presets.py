@@ -154,6 +154,23 @@ def test_a_small_preset_is_the_same_experiment_in_little(preset):
         assert load_config(preset, [f"method={method}"]).rounds == small.rounds * (2 if long else 1)
 
 
+BEST = {
+    "train.warmup_stages": "first",
+    "perturbation.restart": "last",
+    "convergence.patience_after": "alpha",
+    "convergence.weight": 1.5,
+    "evaluate.before_gate": 25,
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_best_preset_is_the_papers_with_rules_of_our_own(method):
+    settings = [f"{key}={rule}" for key, rule in BEST.items()]
+    assert load_config("cifar10-balanced-best", [f"method={method}"]) == load_config(
+        "cifar10-balanced", [f"method={method}", *settings]
+    )
+
+
 # Stand-ins for the datasets ------------------------------------------------------------------------------------------
 
 RECORDS = 8
@@ -248,6 +265,19 @@ def test_two_rounds_of_every_small_preset_and_of_every_method(preset, method, ma
     trained = [session.method.exported(state, session.world.initial_layers) for state in (states[0], states[-1])]
     assert all(bool(torch.isfinite(tensor.float()).all()) for tensor in trained[1].values())
     assert any(not torch.equal(before, trained[1][name]) for name, before in trained[0].items())
+
+
+def test_the_best_preset_warms_up_once_and_carries_alpha_on(made):
+    narrow = ("model.options.width=4", "memory.budget=50%", "perturbation.every=1")
+    session = made("cifar10-balanced-best", *QUICK, *narrow, "evaluate.every=1")
+    assert len(session.world.modules) == 3
+    state, records = session.method.initial(), []
+    while not session.method.finished(state):
+        state, record = play_round(session.method.round(state), session.engine)
+        records.append(record)
+    assert [record["adversarial_training"] for record in records] == [False, True, True, True, True, True]
+    kept = [record["fixed"]["alpha"] for record in records if "fixed" in record]
+    assert [record["alpha"] for record in records[::2]] == [None, 0.3, max(0.3, kept[1])]
 
 
 @pytest.mark.parametrize("preset", SMALL)
