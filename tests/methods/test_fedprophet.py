@@ -458,6 +458,14 @@ def test_each_of_them_does_its_part(tiny, keeping, play_in_memory, scripted, rul
     assert look(keeping.records[number - 1]) == by_rule
 
 
+def test_the_alpha_that_is_carried_on_is_that_of_the_round_that_was_kept(tiny, play_in_memory, scripted):
+    """Stage 2 raises alpha in each of its rounds from 8 to 11; it keeps round 9, which was trained with 0.4."""
+    fragile = {**ACCURACIES, 8: (0.5, 0.25), 9: (0.7, 0.35), 10: (0.4, 0.1), 11: (0.4, 0.1)}
+    played = play_in_memory(tiny({**SETTINGS, "perturbation.restart": "last"}), scripted(fragile), rounds=12)
+    assert [record["alpha"] for record in played.records[7:]] == pytest.approx([0.3, 0.4, 0.5, 0.6, 0.4])
+    assert played.records[10]["fixed"]["round"] == 9
+
+
 def test_a_checkpoint_knows_how_long_alpha_has_been_what_it_is(tiny, keeping, play_in_memory, scripted, same_tensors):
     """A run that goes on from what was written ends with the same bits; what earlier versions wrote can be read."""
     played = play_in_memory(tiny(RULES), scripted(KEEPING), rounds=9)
