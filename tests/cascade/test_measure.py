@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedprophet.cascade.measure import LiveBytes, bytes_of, measured_peak, without_allocating
+from fedprophet.cascade.measure import Account, LiveBytes, bytes_of, measured_peak, without_allocating
 
 CPU = torch.device("cpu")
 KB = 1000 * 4
@@ -71,7 +71,7 @@ def test_autograd_keeps_what_it_needs_for_the_way_back() -> None:
 
 def test_an_operation_of_the_table_is_counted_at_its_own_peak() -> None:
     transients = {torch.ops.aten.add.Tensor: lambda arguments, result: 7 * KB}
-    with LiveBytes(transients=transients) as live:
+    with LiveBytes(account=Account(transients)) as live:
         a = _tensor(2)
         b = a + a
         assert (live.now, live.peak) == (4 * KB, 9 * KB)
