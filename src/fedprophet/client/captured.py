@@ -13,6 +13,7 @@ first iteration runs eagerly; and when the graph is to run again after a step, i
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -61,8 +62,8 @@ class CapturedAscent(Ascent):
         super().__init__(part, threat, strong_convexity)
         self._graph: torch.cuda.CUDAGraph | None = None  # the first attribute, as it has to go before its pool
         self._size, self._device = size, device
+        self._stream = _stream(device)
         with torch.cuda.device(device):
-            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             self._pool = torch.cuda.MemPool()
         self._batch: tuple[Tensor, ...] = ()
         self._losses = self._captured_at = 0
@@ -143,6 +144,12 @@ class CapturedAscent(Ascent):
         finally:
             torch._C._cuda_endAllocateToPool(where, self._pool.id)
             torch._C._cuda_releasePool(where, self._pool.id)
+
+
+@cache
+def _stream(device: torch.device) -> Any:
+    """Return the stream of all graphs on a device: cuBLAS keeps workspaces for every stream that it was used on."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def record(work: Callable[[], None], stream: torch.cuda.Stream, pool: Any) -> torch.cuda.CUDAGraph:
