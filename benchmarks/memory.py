@@ -38,7 +38,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedprophet.cascade.allocator import allocator_limit, bound_workspaces
+from fedprophet.cascade.allocator import allocator_limit, spare_memory
 from fedprophet.cascade.atoms import Chain, chain_of
 from fedprophet.cascade.cost import ChainCost, cost_of
 from fedprophet.cascade.measure import bytes_of, measured_peak
@@ -317,7 +317,7 @@ class Model:
 
     def _planned(self, iteration: LocalIteration, checked: Checked) -> dict[str, Any]:
         plain = self._update(iteration, PLAIN)
-        planned = plain if checked.plan == PLAIN else self._update(iteration, checked.plan, checked.limit)
+        planned = plain if checked.plan == PLAIN else self._update(iteration, checked.plan)
         if checked.plan == PLAIN and checked.limit is None:
             seconds = self.plain(iteration.part.first, iteration.part.last)["plain_seconds"]
         else:
@@ -333,14 +333,13 @@ class Model:
             "difference": float((planned - plain).norm() / plain.norm()),
         }
 
-    def _update(self, iteration: LocalIteration, plan: MemoryPlan, limit: int | None = None) -> Tensor:
-        before, torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32, False
-        trial = self._trial(iteration, plan)
-        try:
-            with self._limited(trial, limit):
-                return trial.update()
-        finally:
-            torch.backends.cudnn.allow_tf32 = before
+    def _update(self, iteration: LocalIteration, plan: MemoryPlan) -> Tensor:
+        """Return the update of an iteration by a plan, computed by torch's own convolutions.
+
+        cuDNN has others for other sizes, which round in other ways: those would be compared, and not the plans.
+        """
+        with torch.backends.cudnn.flags(enabled=False):
+            return self._trial(iteration, plan).update()
 
     def _trial(self, iteration: LocalIteration, plan: MemoryPlan, steps: int | None = None) -> Trial:
         return Trial(iteration, plan, steps or TIMED_STEPS[self.chain.device.type])
@@ -527,7 +526,7 @@ def main() -> None:
     chosen = parser.parse_args()
     device = torch.device(chosen.device)
     if device.type == "cuda":
-        bound_workspaces()
+        spare_memory()
     path = chosen.out.with_suffix(".json")
     document = {
         "machine": describe(),

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fedprophet.cascade import allocator
-from fedprophet.cascade.allocator import CUBLAS, allocator_limit, bound_workspaces, ran_out
+from fedprophet.cascade.allocator import CUBLAS, allocator_limit, ran_out, spare_memory
 from fedprophet.cascade.measure import measured_peak
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -30,7 +30,7 @@ def test_cublas_is_bounded_in_time(no_settings: pytest.MonkeyPatch) -> None:
     no_settings.setenv("CUBLASLT_WORKSPACE_SIZE", "256")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        bound_workspaces()
+        spare_memory()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
     assert os.environ["CUBLASLT_WORKSPACE_SIZE"] == "256"
 
@@ -38,10 +38,10 @@ def test_cublas_is_bounded_in_time(no_settings: pytest.MonkeyPatch) -> None:
 def test_it_is_said_where_it_may_be_too_late(no_settings: pytest.MonkeyPatch) -> None:
     no_settings.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.warns(RuntimeWarning, match="CUBLAS_WORKSPACE_CONFIG=:16:8 and CUBLASLT_WORKSPACE_SIZE=128"):
-        bound_workspaces()
+        spare_memory()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        bound_workspaces()
+        spare_memory()
 
 
 def test_the_limit_is_what_is_allocated_and_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

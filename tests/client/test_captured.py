@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fedprophet.attacks.pgd import climb
-from fedprophet.cascade.allocator import allocator_limit, bound_workspaces
+from fedprophet.cascade.allocator import allocator_limit, spare_memory
 from fedprophet.cascade.atoms import chain_of, explicit_chain
 from fedprophet.cascade.cost import cost_of
 from fedprophet.cascade.partition import partition
@@ -26,7 +26,7 @@ from fedprophet.models.normalize import Normalize
 from fedprophet.threat import ThreatModel, input_threat
 
 if torch.cuda.is_available():
-    bound_workspaces()  # before the first test multiplies
+    spare_memory()  # before the first test multiplies
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 CUDA = torch.device("cuda", 0)
 HYPER = LocalTraining(4, 8, learning_rate=0.05, momentum=0.9, weight_decay=1e-4, strong_convexity=1e-5)

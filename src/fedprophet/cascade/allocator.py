@@ -15,14 +15,19 @@ import torch
 
 CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "128"}
 """Eight workspaces of 16 KiB, and one of 128 KiB."""
+ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+"""Where people set the allocator themselves."""
+IN_ONE_PIECE = "expandable_segments:True"
 NO_ALGORITHM = "unable to find an engine"
 """What torch says where no algorithm of a convolution has a workspace that the allocator grants."""
 
 
-def bound_workspaces() -> None:
-    """Let cuBLAS use small workspaces in this process; call it before the first product. Settings found are kept.
+def spare_memory() -> None:
+    """Let CUDA spare memory in this process; call it before the first product. Settings found are kept.
 
-    It is too late where torch has multiplied on a GPU already, which it does not tell: a warning says that it may be.
+    cuBLAS uses small workspaces; and the allocator keeps what is freed in one piece, of which any part can be used
+    again. It is too late for the first where torch has multiplied on a GPU already, which it does not tell: a warning
+    says that it may be.
     """
     missing = {name: value for name, value in CUBLAS.items() if name not in os.environ}
     if missing and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -33,6 +38,8 @@ def bound_workspaces() -> None:
             stacklevel=2,
         )
     os.environ.update(missing)
+    if torch.cuda.is_available() and not any(name in os.environ for name in ALLOCATOR):
+        torch.cuda.memory._set_allocator_settings(IN_ONE_PIECE)
 
 
 @contextmanager

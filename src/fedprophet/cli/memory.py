@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from fedprophet.cascade.allocator import bound_workspaces
+from fedprophet.cascade.allocator import spare_memory
 from fedprophet.cascade.atoms import Chain, chain_of
 from fedprophet.cascade.cost import ChainCost
 from fedprophet.cascade.partition import Module, partition
@@ -84,7 +84,7 @@ def _device(name: str, measure: bool) -> torch.device:
             raise ConfigError(
                 f"--device {name}: this machine has no such GPU. Give cpu, or --no-measure to predict only"
             )
-        bound_workspaces()
+        spare_memory()
         return torch.device("cuda", device.index or 0)
     return device
 

@@ -11,6 +11,7 @@ first iteration runs eagerly; and when the graph is to run again after a step, i
 """
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -60,11 +61,10 @@ class CapturedAscent(Ascent):
         self, part: ModelPart, threat: ThreatModel, strong_convexity: float, size: int, device: torch.device
     ) -> None:
         super().__init__(part, threat, strong_convexity)
-        self._graph: torch.cuda.CUDAGraph | None = None  # the first attribute, as it has to go before its pool
+        self._graph: torch.cuda.CUDAGraph | None = None
         self._size, self._device = size, device
         self._stream = _stream(device)
-        with torch.cuda.device(device):
-            self._pool = torch.cuda.MemPool()
+        self._pool = _Pool(device)
         self._batch: tuple[Tensor, ...] = ()
         self._losses = self._captured_at = 0
         self._known: set[int] | None = None
@@ -72,7 +72,7 @@ class CapturedAscent(Ascent):
     def __call__(self, clean: Tensor, perturbed: Tensor, labels: Tensor) -> Tensor:
         with self._on_stream():
             if len(clean) != self._size or not self._losses:
-                with self._in_pool():
+                with self._pool.used():
                     return super().__call__(clean, perturbed, labels)
             if self._graph is None:
                 self._capture(clean, perturbed, labels)
@@ -84,19 +84,19 @@ class CapturedAscent(Ascent):
             return self._batch[1]
 
     def step(self, compute: Callable[[], Loss]) -> Loss:
-        with self._on_stream(), self._in_pool():
+        with self._on_stream(), self._pool.used():
             loss = compute()
         self._losses += 1
 
         def backward(descent: Descent) -> None:
-            with self._on_stream(), self._in_pool():
+            with self._on_stream(), self._pool.used():
                 loss.backward(descent)
 
         return Loss(loss.value, backward)
 
     def _capture(self, *batch: Tensor) -> None:
         torch.cuda.empty_cache()  # what the allocator keeps elsewhere would count against a limit
-        with self._in_pool():
+        with self._pool.used():
             self._batch = tuple(value.clone() for value in batch)
         eagerly = super().__call__
 
@@ -134,16 +134,38 @@ class CapturedAscent(Ascent):
         finally:
             current.wait_stream(self._stream)
 
+
+class _Pool:
+    """Memory of its own for what is allocated on the stream of graphs; graphs may be captured into it.
+
+    It lasts as long as this object or one of its graphs, whichever goes last. (A `torch.cuda.MemPool` must be the last
+    to go, and ends the process otherwise: after an error the order is anybody's guess.)
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._where = device.index or 0
+        self.id = torch.cuda.graph_pool_handle()
+        with torch.cuda.stream(_stream(device)):
+            self._begin()
+            self._end()
+        gone = weakref.finalize(self, torch._C._cuda_releasePool, self._where, self.id)
+        gone.atexit = False  # the device's memory goes with the process
+
     @contextmanager
-    def _in_pool(self) -> Iterator[None]:
-        """Allocate in the graph's memory what is allocated on its stream, in autograd's threads as well."""
-        where = self._device.index or 0
-        torch._C._cuda_beginAllocateCurrentStreamToPool(where, self._pool.id)
+    def used(self) -> Iterator[None]:
+        """Allocate here what is allocated on the current stream, in autograd's threads as well."""
+        self._begin()
         try:
             yield
         finally:
-            torch._C._cuda_endAllocateToPool(where, self._pool.id)
-            torch._C._cuda_releasePool(where, self._pool.id)
+            self._end()
+            torch._C._cuda_releasePool(self._where, self.id)
+
+    def _begin(self) -> None:
+        torch._C._cuda_beginAllocateCurrentStreamToPool(self._where, self.id)
+
+    def _end(self) -> None:
+        torch._C._cuda_endAllocateToPool(self._where, self.id)
 
 
 @cache
