@@ -5,15 +5,20 @@
     python benchmarks/memory.py --device cuda --out benchmarks/results/memory-h200
 
 For each budget the model is cut by the paper's Algorithm 1. Each module has the cheapest plan that fits; its iteration
-(PGD-10, then a step) is timed plain and planned. An attack's steps cost the same, so that two of them are timed and
-counted five times. Computation is processor time, since the machine may have other work; on a GPU it is wall time.
+(PGD-10, then a step) is timed plain and planned. An attack's steps cost the same, so that on a CPU two of them are
+timed and counted five times. Computation is processor time, since the machine may have other work; on a GPU it is wall
+time, all plain iterations come first (cuDNN remembers what it chose under a limit), and plans run under their limit.
+
+Both begin at the same parameters and draws once more, without TF32: the difference of their updates, as vectors, by the
+length of the plain one is what a plan changes by rounding.
 
 Beside it is what the paper's jFAT does on paper: the whole model in the same budget, with what does not fit on disk.
 Activations go to a file by torch's saved-tensor hooks and come back for the backward pass, as many of them as must.
 Where parameters, gradients and momenta do not fit either, as many bytes of them are read and written whenever a real
 swap would have to; the computation then uses the copy that the process still has. The file is opened with O_DIRECT: the
 page cache of this machine has no part in it (that of a host below a virtual machine may). Swapping is wall time. What
-is then left in memory is what one layer takes while it runs, which may still be more than the budget.
+is then left in memory is what one layer takes while it runs, which may still be more than the budget. On a GPU
+activations pass through the CPU's memory, and workspaces are what cuDNN likes best.
 """
 
 import argparse
@@ -24,7 +29,7 @@ import subprocess
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -33,11 +38,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedprophet.cascade.allocator import allocator_limit, spare_memory
 from fedprophet.cascade.atoms import Chain, chain_of
 from fedprophet.cascade.cost import ChainCost, cost_of
 from fedprophet.cascade.measure import bytes_of, measured_peak
 from fedprophet.cascade.partition import partition
-from fedprophet.client.budget import LocalIteration, iteration_of
+from fedprophet.client.budget import Checked, LocalIteration, iteration_of
+from fedprophet.client.captured import Ascent, ascent_of
 from fedprophet.client.descent import Descent
 from fedprophet.client.memory_plan import PLAIN, MemoryPlan
 from fedprophet.client.trainer import attacked, training_loss
@@ -47,9 +54,11 @@ from fedprophet.machine import describe
 from fedprophet.messages.values import LocalTraining
 from fedprophet.models import build
 from fedprophet.threads import torch_threads
+from fedprophet.threat import with_steps
 
 RESULTS = Path(__file__).parent / "results" / "memory"
-ATTACK_STEPS, TIMED_STEPS = 10, 2
+ATTACK_STEPS = 10
+TIMED_STEPS = {"cpu": 2, "cuda": ATTACK_STEPS}
 MB = 10**6
 STEP = (False, True)
 """A pass is one of the attack, or the step."""
@@ -57,17 +66,20 @@ STEP = (False, True)
 
 @dataclass(frozen=True)
 class Setting:
-    """A model of the paper, its data and batch, and budgets in MB from the smallest that it can be cut for."""
+    """A model of the paper, its data and batch, and budgets in MB from the smallest that it can be cut for.
+
+    Those for a GPU are fewer, so that it is done within two minutes.
+    """
 
     shape: tuple[int, ...]
     classes: int
     batch: int
-    budgets: tuple[int, ...]
+    budgets: dict[str, tuple[int, ...]]
 
 
 SETTINGS = {
-    "vgg16": Setting((3, 32, 32), 10, 64, (39, 60, 91, 151, 302)),
-    "resnet34": Setting((3, 224, 224), 256, 32, (149, 224, 566, 1131)),
+    "vgg16": Setting((3, 32, 32), 10, 64, {"cpu": (39, 60, 91, 151, 302), "cuda": (60, 91)}),
+    "resnet34": Setting((3, 224, 224), 256, 32, {"cpu": (149, 224, 566, 1131), "cuda": (224,)}),
 }
 
 
@@ -88,6 +100,7 @@ class SwapFile:
 
     def write(self, tensor: Tensor) -> int:
         """Write a tensor's bytes; return where."""
+        _finish(tensor.device)
         started, place = time.perf_counter(), self.end
         data = tensor.detach().contiguous().view(-1).view(torch.uint8)
         for start in range(0, len(data), self.BUFFER):
@@ -100,10 +113,11 @@ class SwapFile:
         self.seconds += time.perf_counter() - started
         return place
 
-    def read(self, place: int, like: Tensor) -> Tensor:
+    def read(self, place: int, like: Tensor, device: torch.device) -> Tensor:
         """Return what was written at a place, as a new tensor that is like another one (which may have no data)."""
+        _finish(device)
         started = time.perf_counter()
-        result = torch.empty(like.shape, dtype=like.dtype)
+        result = torch.empty(like.shape, dtype=like.dtype, device=device)
         data = result.view(-1).view(torch.uint8)
         for start in range(0, len(data), self.BUFFER):
             piece = data[start : start + self.BUFFER]
@@ -155,7 +169,7 @@ class Swap:
             place, like = packed
             found = self._back.get(place)
             if found is None:
-                found = self._back[place] = self.file.read(place, like)
+                found = self._back[place] = self.file.read(place, like, self.parameters[0].device)
             return found.view(like.shape)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
@@ -172,43 +186,85 @@ class Swap:
             self.file.end = 0
             self.file.write(chunk)
         for _ in range(-(-reads // len(chunk))):
-            self.file.read(0, chunk)
+            self.file.read(0, chunk, chunk.device)
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def clock(device: torch.device) -> float:
     """Return seconds of computation."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        return time.perf_counter()
-    return time.process_time()
+    _finish(device)
+    return time.perf_counter() if device.type == "cuda" else time.process_time()
 
 
 class Trial:
-    """An iteration in its two halves, over and over."""
+    """An iteration by a plan in its two halves, over and over."""
 
-    def __init__(self, iteration: LocalIteration) -> None:
-        self.iteration, self.device = iteration, iteration.part.chain.device
-        self.labels = torch.zeros(iteration.training.batch, dtype=torch.long, device=self.device)
-        self.inputs = iteration.part.take(torch.rand(iteration.training.batch, *iteration.input_shape))
-        self.descent = Descent.of(iteration.part, iteration.training)
-
-    def attack(self, plan: MemoryPlan, steps: int = TIMED_STEPS) -> Tensor:
-        iteration, draw = self.iteration, torch.Generator().manual_seed(0)
+    def __init__(self, iteration: LocalIteration, plan: MemoryPlan, steps: int) -> None:
+        self.part, self.training, self.plan = iteration.part, iteration.training, plan
+        self.device, batch = iteration.part.chain.device, iteration.training.batch
         assert iteration.threat is not None
-        threat = replace(iteration.threat, steps=steps)
-        convexity = iteration.training.strong_convexity
-        return attacked(iteration.part, self.inputs, self.labels, threat, convexity, draw, plan.attack)
+        self.threat = with_steps(iteration.threat, steps)
+        self.labels = torch.arange(batch, device=self.device) % 10
+        random = torch.rand(batch, *iteration.input_shape, generator=torch.Generator().manual_seed(1))
+        self.inputs = iteration.part.take(random)
+        self.descent = Descent.of(self.part, self.training)
+        self._ascend: Ascent = ascent_of(self.part, self.threat, self.training.strong_convexity, plan.attack)
 
-    def step(self, plan: MemoryPlan) -> None:
-        training_loss(self.iteration.training, self.iteration.part, self.inputs, self.labels, plan).backward(
-            self.descent
-        )
+    @property
+    def held(self) -> int:
+        """The bytes that are there before it begins: parameters, norm statistics and the batch."""
+        return bytes_of([*self._state(), *self.descent.held, self.labels, self.inputs])
 
-    def seconds(self, plan: MemoryPlan, repeat: int) -> float:
+    def attack(self) -> Tensor:
+        draw = torch.Generator().manual_seed(0)
+        return attacked(self.part, self.inputs, self.labels, self.threat, draw, self.plan.attack, self._ascend)
+
+    def step(self, x: Tensor | None = None) -> None:
+        x = self.inputs if x is None else x
+        loss = self._ascend.step(lambda: training_loss(self.training, self.part, x, self.labels, self.plan))
+        loss.backward(self.descent)
+
+    def seconds(self, repeat: int) -> float:
         """Return the seconds of an attack and a step, the quickest of some."""
-        return self._quickest(lambda: self.attack(plan), repeat) * ATTACK_STEPS / TIMED_STEPS + self._quickest(
-            lambda: self.step(plan), repeat
-        )
+        self.attack()
+        self.step()  # a graph is captured after the first step
+        share = ATTACK_STEPS / self.threat.steps
+        return self._quickest(self.attack, repeat) * share + self._quickest(self.step, repeat)
+
+    def update(self) -> Tensor:
+        """Return the change of all parameters by one iteration, as one vector, and undo it.
+
+        One is computed and undone before, as a graph is captured after the first step.
+        """
+        state = self._state()
+        start = [tensor.detach().to("cpu", copy=True) for tensor in state]
+        change = torch.empty(0)
+        for _ in range(2):
+            self.step(self.attack())
+            change = torch.cat(
+                [
+                    (now.detach().cpu() - before).double().flatten()
+                    for now, before in zip(state, start, strict=True)
+                    if isinstance(now, torch.nn.Parameter)
+                ]
+            )
+            with torch.no_grad():
+                for tensor, value in zip(state, start, strict=True):
+                    tensor.copy_(value)
+                for momentum in self.descent.held:
+                    momentum.zero_()
+        return change
+
+    def _state(self) -> list[Tensor]:
+        """Return what an iteration changes: the part's parameters and norm statistics."""
+        part = self.part
+        names = (*part.chain.shared(part.first, part.last), *part.chain.local(part.first, part.last))
+        head = [] if part.head is None else list(part.head.parameters())
+        return [*(part.chain.tensors[name] for name in names), *head]
 
     def _quickest(self, compute: Callable[[], object], repeat: int) -> float:
         found = []
@@ -229,47 +285,73 @@ class Model:
         self.cost: ChainCost = cost_of(self.chain, setting.shape, setting.batch, setting.classes)
         self.training = LocalTraining(1, setting.batch, 1e-4, momentum=0.9, weight_decay=1e-4, strong_convexity=1e-5)
         self._repeat = repeat
-        self._seconds: dict[tuple[int, int, MemoryPlan], float] = {}
+        self._plain: dict[tuple[int, int], dict[str, Any]] = {}
 
     def iteration(self, first: int, last: int) -> LocalIteration:
         return iteration_of(self.chain, self.cost, first, last, self.training)
 
-    def seconds(self, first: int, last: int, plan: MemoryPlan) -> float:
-        key = (first, last, plan)
-        if key not in self._seconds:
-            self._seconds[key] = Trial(self.iteration(first, last)).seconds(plan, self._repeat)
-        return self._seconds[key]
+    def plain(self, first: int, last: int) -> dict[str, Any]:
+        """Return what some atoms take as a module that is trained plainly; it is measured once."""
+        if (first, last) not in self._plain:
+            iteration = self.iteration(first, last)
+            self._plain[first, last] = {
+                "plain_measured_bytes": iteration.measured(PLAIN),
+                "plain_seconds": self._trial(iteration, PLAIN).seconds(self._repeat),
+            }
+        return self._plain[first, last]
 
     def modules(self, budget: int) -> Iterator[dict[str, Any]]:
         """Yield what each module of a budget takes, plain and planned."""
         for module in partition(self.cost, budget):
-            iteration, span = self.iteration(module.first, module.last), (module.first, module.last)
-            found: dict[str, Any] = {
+            iteration = self.iteration(module.first, module.last)
+            found = {
                 "module": module.index + 1,
                 "paper_bytes": module.memory,
-                "plain_measured_bytes": iteration.measured(PLAIN),
-                "plain_seconds": self.seconds(*span, PLAIN),
+                **self.plain(module.first, module.last),
             }
             try:
-                checked = iteration.checked(budget)
+                yield {**found, **self._planned(iteration, iteration.checked(budget))}
             except BudgetError:
-                yield {**found, "plan": None, "predicted_bytes": iteration.least(), "measured_bytes": None} | {
-                    "planned_seconds": None
-                }
-                continue
-            yield {
-                **found,
-                "plan": str(checked.plan),
-                "predicted_bytes": checked.peak,
-                "measured_bytes": checked.measured,
-                "planned_seconds": self.seconds(*span, checked.plan),
-            }
+                nothing = dict.fromkeys(("plan", "measured_bytes", "limit_bytes", "planned_seconds", "difference"))
+                yield {**found, **nothing, "predicted_bytes": iteration.least(rounded=True)}
+
+    def _planned(self, iteration: LocalIteration, checked: Checked) -> dict[str, Any]:
+        plain = self._update(iteration, PLAIN)
+        planned = plain if checked.plan == PLAIN else self._update(iteration, checked.plan)
+        if checked.plan == PLAIN and checked.limit is None:
+            seconds = self.plain(iteration.part.first, iteration.part.last)["plain_seconds"]
+        else:
+            trial = self._trial(iteration, checked.plan)
+            with self._limited(trial, checked.limit):
+                seconds = trial.seconds(self._repeat)
+        return {
+            "plan": str(checked.plan),
+            "predicted_bytes": checked.peak,
+            "measured_bytes": checked.measured,
+            "limit_bytes": checked.limit,
+            "planned_seconds": seconds,
+            "difference": float((planned - plain).norm() / plain.norm()),
+        }
+
+    def _update(self, iteration: LocalIteration, plan: MemoryPlan) -> Tensor:
+        """Return the update of an iteration by a plan, computed by torch's own convolutions.
+
+        cuDNN has others for other sizes, which round in other ways: those would be compared, and not the plans.
+        """
+        with torch.backends.cudnn.flags(enabled=False):
+            return self._trial(iteration, plan).update()
+
+    def _trial(self, iteration: LocalIteration, plan: MemoryPlan, steps: int | None = None) -> Trial:
+        return Trial(iteration, plan, steps or TIMED_STEPS[self.chain.device.type])
+
+    def _limited(self, trial: Trial, limit: int | None) -> AbstractContextManager[None]:
+        return nullcontext() if limit is None else allocator_limit(trial.device, limit - trial.held)
 
     def swapped(self, budget: int, folder: Path) -> dict[str, Any]:
         """Return what an iteration of the whole model takes in a budget, with what does not fit on disk."""
         iteration = self.iteration(0, len(self.chain))
-        trial, file = Trial(iteration), SwapFile(folder / "swap")
-        trial.step(PLAIN)
+        trial, file = self._trial(iteration, PLAIN, steps=1), SwapFile(folder / "swap")
+        trial.step()
         passes = {
             step: self._swap_for(trial, Swap(file, 0, iteration.part.parameters()), step, budget) for step in STEP
         }
@@ -279,8 +361,7 @@ class Model:
 
     def _swap_for(self, trial: Trial, swap: Swap, step: bool, budget: int) -> tuple[Swap, int]:
         """Return the least that must be swapped in a pass of an attack or a step, and the bytes that stay in memory."""
-        held = bytes_of([*self.chain.tensors.values(), *trial.descent.held, trial.labels, trial.inputs])
-        size = bytes_of(trial.iteration.part.parameters())
+        held, size = trial.held, bytes_of(trial.part.parameters())
 
         def peak(swap: Swap) -> int:
             return held + measured_peak(lambda: self._swapped_pass(trial, swap, step), trial.device)
@@ -302,9 +383,10 @@ class Model:
         swap.file.reset()
         started = clock(trial.device)
         with swap.one_pass(step):
-            trial.step(PLAIN) if step else trial.attack(PLAIN, steps=1)
+            trial.step() if step else trial.attack()
+        elapsed = clock(trial.device) - started
         return {
-            "computation_seconds": clock(trial.device) - started,
+            "computation_seconds": elapsed - swap.file.seconds if trial.device.type == "cuda" else elapsed,
             "swapping_seconds": swap.file.seconds,
             "written_bytes": swap.file.written,
             "read_bytes": swap.file.read_bytes,
@@ -317,15 +399,18 @@ def commit() -> str:
 
 
 def measured(
-    name: str, budgets: Sequence[int], device: torch.device, repeat: int, folder: Path
+    name: str, budgets: Sequence[int], device: torch.device, repeat: int, folder: Path | None
 ) -> Iterator[dict[str, Any]]:
-    """Yield everything about one model, again after every budget."""
+    """Yield everything about one model, again after every budget; without swapping where there is no folder for it."""
     model = Model(name, device, repeat)
-    whole = model.iteration(0, len(model.chain))
+    whole = model.plain(0, len(model.chain))
+    if device.type == "cuda":
+        for module in (module for budget in budgets for module in partition(model.cost, budget * MB)):
+            model.plain(module.first, module.last)
     found: dict[str, Any] = {
         "paper_bytes": model.cost.total_memory,
-        "measured_bytes": whole.measured(PLAIN),
-        "seconds": model.seconds(0, len(model.chain), PLAIN),
+        "measured_bytes": whole["plain_measured_bytes"],
+        "seconds": whole["plain_seconds"],
         "date": describe()["date"],
         "commit": commit(),
         "repeat": repeat,
@@ -334,7 +419,7 @@ def measured(
     for budget in budgets:
         print(f"{name}, {budget} MB", flush=True)
         modules = list(model.modules(budget * MB))
-        swapped = model.swapped(budget * MB, folder) if device.type == "cpu" else None
+        swapped = model.swapped(budget * MB, folder) if folder is not None else None
         found["budgets"].append({"budget_bytes": budget * MB, "modules": modules, "swapped": swapped})
         yield found
 
@@ -343,10 +428,11 @@ def page(document: dict[str, Any]) -> Page:
     parts = [part for name, found in document["models"].items() for part in _model_page(name, found)]
     machine = document["machine"]
     place = f"{machine['gpu']}, " if document["device"] != "cpu" else ""
+    time_ = "processor time" if document["device"] == "cpu" else "wall time"
     note = (
         f"{place}{machine['processor']}, {machine['cores']} cores, one thread, load {machine['load']}; Python "
-        f"{machine['python']}, torch {machine['torch']}. Computation: processor time; swapping: wall time, O_DIRECT, "
-        "beside other work."
+        f"{machine['python']}, torch {machine['torch']}. Computation: {time_}; swapping: wall time, O_DIRECT, beside "
+        "other work. Difference: of one iteration's update by the plan from the plain one, by the length of that."
     )
     return Page("Time against budget", lines=(note,), parts=tuple(parts))
 
@@ -406,9 +492,10 @@ def _modules_table(entry: dict[str, Any]) -> Table:
         "measured_bytes": Column("Measured", form=_mb),
         "plain_seconds": Column("Plain, s", form=_seconds),
         "planned_seconds": Column("Planned, s", form=_seconds),
+        "difference": Column("Difference", form=_difference),
     }
     return Table(
-        "", tuple(columns.values()), tuple(tuple(module[key] for key in columns) for module in entry["modules"])
+        "", tuple(columns.values()), tuple(tuple(module.get(key) for key in columns) for module in entry["modules"])
     )
 
 
@@ -417,7 +504,11 @@ def _mb(size: int) -> str:
 
 
 def _seconds(seconds: float) -> str:
-    return f"{seconds:.2f}"
+    return f"{seconds:.2f}" if seconds >= 1 else f"{seconds:.4f}"
+
+
+def _difference(difference: float) -> str:
+    return f"{difference:.0e}" if difference else "0"
 
 
 def _ratio(ratio: float) -> str:
@@ -430,8 +521,12 @@ def main() -> None:
     parser.add_argument("--budgets", nargs="+", type=int, help="in MB, instead of the models' own")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--no-swap", action="store_true", help="leave out the whole model that is swapped")
     parser.add_argument("--out", type=Path, default=RESULTS, help="two files, .json and .md")
     chosen = parser.parse_args()
+    device = torch.device(chosen.device)
+    if device.type == "cuda":
+        spare_memory()
     path = chosen.out.with_suffix(".json")
     document = {
         "machine": describe(),
@@ -440,9 +535,10 @@ def main() -> None:
     }
     with torch_threads(1), TemporaryDirectory() as folder:
         for name in chosen.models:
-            budgets = chosen.budgets or SETTINGS[name].budgets
+            budgets = chosen.budgets or SETTINGS[name].budgets[device.type]
             before = document["models"].get(name, {}).get("budgets", [])
-            for found in measured(name, budgets, torch.device(chosen.device), chosen.repeat, Path(folder)):
+            swap = None if chosen.no_swap else Path(folder)
+            for found in measured(name, budgets, device, chosen.repeat, swap):
                 document["models"][name] = {**found, "budgets": _together(before, found["budgets"])}
                 path.write_text(json.dumps(document, indent=1) + "\n")
                 chosen.out.with_suffix(".md").write_text(markdown(page(document)))

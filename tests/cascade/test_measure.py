@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedprophet.cascade.measure import LiveBytes, bytes_of, measured_peak, without_allocating
+from fedprophet.cascade import measure
+from fedprophet.cascade.measure import CUDA, Account, LiveBytes, account_of, bytes_of, measured_peak, without_allocating
 
 CPU = torch.device("cpu")
 KB = 1000 * 4
@@ -71,11 +72,21 @@ def test_autograd_keeps_what_it_needs_for_the_way_back() -> None:
 
 def test_an_operation_of_the_table_is_counted_at_its_own_peak() -> None:
     transients = {torch.ops.aten.add.Tensor: lambda arguments, result: 7 * KB}
-    with LiveBytes(transients=transients) as live:
+    with LiveBytes(account=Account(transients)) as live:
         a = _tensor(2)
         b = a + a
         assert (live.now, live.peak) == (4 * KB, 9 * KB)
         del b
+
+
+def test_sizes_are_rounded_up_to_what_an_allocator_gives() -> None:
+    """1 byte and 512 take 512, 513 take 1024; nothing takes nothing."""
+    with LiveBytes(account=CUDA) as live:
+        kept = [torch.empty(size, dtype=torch.uint8) for size in (1, 512, 513, 0)]
+        assert live.now == 512 + 512 + 1024
+        del kept[2]
+    assert (live.now, live.peak) == (1024, 2048)
+    assert [account_of(torch.device(name)) for name in ("cuda:1", "cpu", "meta")] == [CUDA, measure.CPU, measure.CPU]
 
 
 def test_a_measurement_sees_what_was_allocated_at_a_time() -> None:

@@ -6,7 +6,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from fedprophet.cli.memory import memory_command
+from fedprophet.cli.memory import _unfit, memory_command
 from fedprophet.client.budget import LocalIteration
 from fedprophet.errors import BudgetError, ConfigError, FedProphetError
 
@@ -33,7 +33,8 @@ def measured():
 
 def test_every_module_has_its_estimate_its_prediction_its_measurement_and_its_plan(measured):
     assert {key: value for key, value in measured.items() if key != "modules"} == {
-        "model": "vgg-small", "batch": 32, "budget_bytes": 2_000_000, "memory_model": "paper", "device": "cpu",
+        "model": "vgg-small", "batch": 32, "budget_bytes": 2_000_000, "memory_model": "paper",
+        "planned_for": "cpu", "device": "cpu",
     }  # fmt: skip
     assert [module["index"] for module in measured["modules"]] == list(range(1, len(measured["modules"]) + 1))
     for module in measured["modules"]:
@@ -43,6 +44,8 @@ def test_every_module_has_its_estimate_its_prediction_its_measurement_and_its_pl
         assert module["measured_bytes"] <= 2_000_000
         assert module["measured_bytes"] == pytest.approx(module["predicted_bytes"], rel=0.05)
         assert module["planned_for_bytes"] == 2_000_000
+        assert module["limit_bytes"] is None
+        assert module["plan"]["rounded"] is False
         assert module["plan"]["text"] != "plain" or module["plain_measured_bytes"] <= 2_000_000
     assert any(module["plain_measured_bytes"] > 2_000_000 for module in measured["modules"])
 
@@ -53,6 +56,27 @@ def test_a_prediction_alone_measures_nothing(measured, monkeypatch):
     assert found["device"] is None
     for module, other in zip(found["modules"], measured["modules"], strict=True):
         assert module == {**other, "measured_bytes": None, "plain_measured_bytes": None}
+
+
+def test_a_gpu_is_planned_for_without_one():
+    """Its allocator counts in units of 512 bytes, and its workspaces are not predicted; a note says so."""
+    options = ("--budget", "2MB", "--no-measure")
+    found, cpu = document(*SMALL, *options, "--device", "cuda"), document(*SMALL, *options)
+    assert (found["planned_for"], found["device"]) == ("cuda", None)
+    rests = [[module["plain_predicted_bytes"] % 512 for module in each["modules"]] for each in (found, cpu)]
+    assert not any(rests[0])
+    assert all(rests[1])
+    text = call(*SMALL, *options, "--device", "cuda").stdout
+    assert "predictions are without workspaces" in " ".join(text.split())
+    assert "without workspaces" not in call(*SMALL, *options).stdout
+
+
+def test_only_a_module_that_can_be_cut_is_advised_to_be():
+    module = {"index": 2, "predicted_bytes": 43_000_000, "atoms": 2}
+    advice = "Try --memory-model measured, which cuts modules by what they take on cuda, a smaller batch"
+    assert advice in _unfit(module, "paper", "cuda")
+    assert "Try a smaller batch" in _unfit({**module, "atoms": 1}, "paper", "cuda")
+    assert "Try a smaller batch" in _unfit(module, "measured", "cuda")
 
 
 def test_table_for_people():

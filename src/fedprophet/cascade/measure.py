@@ -1,9 +1,10 @@
 """The memory that a computation takes: predicted without allocating anything, or measured while it runs.
 
 A prediction runs the computation on fake tensors, which have shapes and no data, and follows what operations return
-until it is freed; what an operation takes for itself on the way is added from a table. A measurement reads the
-allocator, so it sees everything that goes through it, the workspaces of convolutions included: its events on a CPU, its
-statistics on a GPU.
+until it is freed; what an operation takes for itself on the way is added from a table. On a GPU that is a workspace
+whose size cuDNN chooses by what the allocator grants (`cascade.allocator`): none is predicted there. A measurement
+reads the allocator, so it sees everything that goes through it, the workspaces of convolutions included: its events on
+a CPU, its statistics on a GPU.
 
 Both are peaks of what a computation allocates. What is there before it begins is named by the caller (`held`).
 """
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +75,25 @@ CPU_TRANSIENTS: Mapping[Any, Transient] = {
 """Operations that take more than they return, as it was measured. Others take nothing worth counting."""
 
 
+class Account(NamedTuple):
+    """How a device's memory is counted: what operations take for themselves, and what sizes are rounded up to."""
+
+    transients: Mapping[Any, Transient]
+    unit: int = 1
+
+    def size(self, bytes_: int) -> int:
+        """Return the bytes that an allocation takes."""
+        return -(-bytes_ // self.unit) * self.unit
+
+
+CPU, CUDA = Account(CPU_TRANSIENTS), Account({}, unit=512)
+
+
+def account_of(device: torch.device) -> Account:
+    """Return how memory is counted on a device; where there is none yet, as on a CPU."""
+    return CUDA if device.type == "cuda" else CPU
+
+
 def bytes_of(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the memory behind some tensors, each piece of memory once."""
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
@@ -82,11 +102,11 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of the tensors that are alive while it is active: `now` and at their `peak`."""
 
-    def __init__(self, held: Iterable[Tensor] = (), transients: Mapping[Any, Transient] = CPU_TRANSIENTS) -> None:
+    def __init__(self, held: Iterable[Tensor] = (), account: Account = CPU) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
         self._alive: dict[int, int] = {}
-        self._transients = transients
+        self._account = account
         for tensor in held:
             self._see(tensor)
 
@@ -98,8 +118,9 @@ class LiveBytes(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._see(leaf)
-        if func in self._transients:
-            self.peak = max(self.peak, before + self._transients[func](args, result))
+        transients = self._account.transients
+        if func in transients:
+            self.peak = max(self.peak, before + transients[func](args, result))
         return result
 
     def _see(self, tensor: Tensor) -> None:
@@ -107,8 +128,8 @@ class LiveBytes(TorchDispatchMode):
         name = storage._cdata
         if name in self._alive:
             return
-        self._alive[name] = storage.nbytes()
-        self.now += storage.nbytes()
+        self._alive[name] = self._account.size(storage.nbytes())
+        self.now += self._alive[name]
         self.peak = max(self.peak, self.now)
         weakref.finalize(storage, self._forget, name)
 
@@ -165,13 +186,20 @@ def _peak_on_cpu(compute: Callable[[], object]) -> int:
 
 
 def _peak_on_cuda(compute: Callable[[], object], device: torch.device) -> int:
-    """Run something twice: what the first run sets up and leaves behind, such as workspaces, is part of the peak."""
-    torch.cuda.synchronize(device)
-    torch._C._cuda_clearCublasWorkspaces()  # those of earlier computations would not be counted
-    before = torch.cuda.memory_allocated(device)
-    compute()
-    torch.cuda.synchronize(device)
+    """Run something twice. What is set up once counts too: workspaces in the first run, graphs in the second one.
+
+    A graph allocates when it is captured, and nothing when it is replayed.
+    """
+    before = cuda_base(device)
     torch.cuda.reset_peak_memory_stats(device)
+    compute()
     compute()
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
+
+
+def cuda_base(device: torch.device) -> int:
+    """Return the bytes that are allocated before a computation, without the workspaces of earlier ones."""
+    torch.cuda.synchronize(device)
+    torch._C._cuda_clearCublasWorkspaces()
+    return torch.cuda.memory_allocated(device)

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from fedprophet.cascade.allocator import spare_memory
 from fedprophet.cascade.atoms import Chain, chain_of
 from fedprophet.cascade.cost import ChainCost
 from fedprophet.cascade.partition import Module, partition
@@ -37,7 +38,7 @@ def memory_command(
     batch: Batch = 64,
     optimizer: Optimizer = "sgd-momentum",
     memory_model: MemoryModel = "paper",
-    device: Annotated[str, typer.Option(help="Where it is measured: cpu, cuda, cuda:1, …")] = "cpu",
+    device: Annotated[str, typer.Option(help="What it is planned for, and measured on: cpu, cuda, cuda:1, …")] = "cpu",
     measure: Annotated[bool, typer.Option(help="Train one iteration of each module, and measure it.")] = True,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON, all sizes in bytes.")] = False,
 ) -> None:
@@ -45,8 +46,8 @@ def memory_command(
 
     Example: fedprophet memory vgg16 --input 3x32x32 --classes 10 --batch 64 --budget 60MB
     """
-    training, place = training_of(optimizer, batch), _device(device)
-    cost = model_cost(model, input_, classes, batch, optimizer, memory_model)
+    training, place = training_of(optimizer, batch), _device(device, measure)
+    cost = model_cost(model, input_, classes, batch, optimizer, memory_model, place)
     paper = model_cost(model, input_, classes, batch, optimizer)
     with torch.device(place if measure else "meta"):
         chain = chain_of(build(model, cost.input[1:], classes))
@@ -57,28 +58,34 @@ def memory_command(
         modules = partition(cost, bytes_)
         for module in modules:
             watch("modules", module.index, len(modules))
-            iteration = iteration_of(chain, cost, module.first, module.last, training)
+            iteration = iteration_of(chain, cost, module.first, module.last, training, place)
             rows.append({**_facts(module, chain, paper), **_measurements(iteration, bytes_, measure)})
     document = {
         "model": model,
         "batch": batch,
         "budget_bytes": bytes_,
         "memory_model": memory_model,
+        "planned_for": place.type,
         "device": str(place) if measure else None,
         "modules": rows,
     }
     print_result(document, _page(document), json_)
 
 
-def _device(name: str) -> torch.device:
+def _device(name: str, measure: bool) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
         device = torch.device("meta")
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"--device {name}: memory is measured on cpu or cuda")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"--device {name}: this machine has no such GPU. Give cpu, or --no-measure to predict only")
+    if device.type == "cuda" and measure:
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise ConfigError(
+                f"--device {name}: this machine has no such GPU. Give cpu, or --no-measure to predict only"
+            )
+        spare_memory()
+        return torch.device("cuda", device.index or 0)
     return device
 
 
@@ -86,6 +93,7 @@ def _facts(module: Module, chain: Chain, paper: ChainCost) -> dict[str, Any]:
     return {
         "index": module.index + 1,
         "layers": [layer for atom in chain.atoms[module.first : module.last] for layer in atom.layers],
+        "atoms": module.last - module.first,
         "paper_bytes": paper.memory(module.first, module.last),
     }
 
@@ -97,18 +105,25 @@ def _measurements(iteration: LocalIteration, budget: int, measure: bool) -> dict
     }
     try:
         if measure:
-            plan, predicted, measured, aimed = iteration.checked(budget)
+            plan, predicted, measured, aimed, limit = iteration.checked(budget)
         else:
-            (plan, predicted), measured, aimed = iteration.cheapest(budget), None, budget
+            (plan, predicted), measured, aimed, limit = iteration.cheapest(budget), None, budget, None
     except BudgetError:
-        least = {"plan": None, "predicted_bytes": iteration.least(), "measured_bytes": None}
-        return {**plain, **least, "planned_for_bytes": None, "fits": False}
+        least = {"plan": None, "predicted_bytes": iteration.least(rounded=True), "measured_bytes": None}
+        return {**plain, **least, "planned_for_bytes": None, "limit_bytes": None, "fits": False}
     return {
         **plain,
-        "plan": {"attack": plan.attack, "step": str(plan.step), "piece": plan.piece, "text": str(plan)},
+        "plan": {
+            "attack": plan.attack,
+            "step": str(plan.step),
+            "piece": plan.piece,
+            "rounded": plan.rounded,
+            "text": str(plan),
+        },
         "predicted_bytes": predicted,
         "measured_bytes": measured,
         "planned_for_bytes": aimed,
+        "limit_bytes": limit,
         "fits": True,
     }
 
@@ -133,19 +148,29 @@ def _page(found: dict[str, Any]) -> Page:
 
 def _notes(found: dict[str, Any]) -> list[str]:
     notes = []
+    if found["planned_for"] == "cuda":
+        notes.append(
+            "predictions are without workspaces: on a GPU, convolutions take those that the allocator grants. Plain is "
+            "measured without a limit, plans under one that keeps them within the budget"
+        )
     for module in found["modules"]:
         if not module["fits"]:
-            notes.append(
-                f"module {module['index']}: no plan fits; the most economical one is predicted to take "
-                f"{_size(module['predicted_bytes'])}. Try --memory-model measured, which cuts modules by what they "
-                "take, a smaller batch, or a larger budget"
-            )
+            notes.append(_unfit(module, found["memory_model"], found["planned_for"]))
         elif module["planned_for_bytes"] < found["budget_bytes"]:
             notes.append(
                 f"module {module['index']}: more was measured than predicted, so that it was planned for "
                 f"{_size(module['planned_for_bytes'])}"
             )
     return notes
+
+
+def _unfit(module: dict[str, Any], memory_model: str, device: str) -> str:
+    finer = module["atoms"] > 1 and memory_model == "paper"
+    cut = f"--memory-model measured, which cuts modules by what they take on {device}, " if finer else ""
+    return (
+        f"module {module['index']}: no plan fits; the most economical one is predicted to take "
+        f"{_size(module['predicted_bytes'])}. Try {cut}a smaller batch, or a larger budget"
+    )
 
 
 def _size(size: int) -> str:

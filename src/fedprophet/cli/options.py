@@ -77,8 +77,15 @@ def with_method(overrides: list[str] | None, **short: str | None) -> list[str]:
 
 
 def model_cost(
-    model: str, shape: str, classes: int, batch: int, optimizer: str, memory_model: str = "paper"
+    model: str,
+    shape: str,
+    classes: int,
+    batch: int,
+    optimizer: str,
+    memory_model: str = "paper",
+    place: torch.device | None = None,
 ) -> ChainCost:
+    """Return what a model costs; `measured` memory is predicted for a device, a CPU if none is given."""
     if memory_model not in MEMORY_MODELS:
         raise ConfigError(f"--memory-model: {unknown('model of memory', memory_model, MEMORY_MODELS)}")
     if optimizer not in COPIES:
@@ -87,7 +94,7 @@ def model_cost(
     with torch.device("meta"):  # the cost does not need weights: models of any size are built at once
         chain = chain_of(build(model, size, classes))
     cost = cost_of(chain, size, batch, classes, COPIES[optimizer])
-    return cost if memory_model == "paper" else MeasuredCost.of(cost, chain, training_of(optimizer, batch))
+    return cost if memory_model == "paper" else MeasuredCost.of(cost, chain, training_of(optimizer, batch), place)
 
 
 def training_of(optimizer: str, batch: int) -> LocalTraining:

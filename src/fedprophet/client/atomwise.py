@@ -1,7 +1,8 @@
 """One step on the loss in little memory: atom by atom, and each atom on a few samples at a time.
 
 Only the inputs of the atoms are kept. On the way back each atom runs once more, its parameters are stepped as soon as
-their gradients are complete, and these are forgotten. That is recomputation (Chen et al., 2016), and exact.
+their gradients are complete, and these are forgotten. That is recomputation (Chen et al., 2016), and exact, unless the
+inputs are kept in bfloat16: then the way back sees them rounded.
 
 An atom may also see its batch in pieces. Convolutions do not mind; batch norm needs the statistics of the whole batch,
 so its mean and variance are gathered from all pieces before any is normalised, and the sums of its gradient before any
@@ -37,9 +38,12 @@ Descend = Callable[[Iterable[nn.Parameter]], None]
 class AtomwiseStep:
     """The forward and the backward half of one step; between them the loss can be looked at."""
 
-    def __init__(self, part: ModelPart, piece: int) -> None:
-        """Cut batches into pieces of at most `piece` samples, but for atoms that cannot be cut (see `_divisible`)."""
-        self._part, self._piece = part, piece
+    def __init__(self, part: ModelPart, piece: int, rounded: bool = False) -> None:
+        """Cut batches into pieces of at most `piece` samples, but for atoms that cannot be cut (see `_divisible`).
+
+        Inputs are `rounded` to bfloat16 until the way back, but for the first atom's, which the caller keeps anyway.
+        """
+        self._part, self._piece, self._rounded = part, piece, rounded
         self._runs: list[_AtomRun] = []
         self._gradient: Tensor | None = None
 
@@ -49,6 +53,8 @@ class AtomwiseStep:
         for number in range(part.first, part.last):
             run = self._run_of(number, x, len(labels))
             x = run.forward(owned=number > part.first)
+            if self._rounded and number > part.first:
+                run.round()
             self._runs.append(run)
         total = x.new_zeros(())
         for piece in pieces(len(x), self._piece):
@@ -87,7 +93,12 @@ class _AtomRun(ABC):
     """An atom and the input it has in this step."""
 
     def __init__(self, atom: Atom, x: Tensor) -> None:
-        self._atom, self._x = atom, x
+        self._atom, self._x, self._dtype = atom, x, x.dtype
+
+    def round(self) -> None:
+        """Keep the input in bfloat16 until the way back, if it is in float32."""
+        if self._dtype is torch.float32:
+            self._x = self._x.to(torch.bfloat16)
 
     @abstractmethod
     def forward(self, owned: bool) -> Tensor:
@@ -111,7 +122,7 @@ class _WholeRun(_AtomRun):
         return output.clone() if shared else output
 
     def backward(self, gradient: Tensor, wanted: bool) -> Tensor | None:
-        x = self._x.detach().requires_grad_(wanted)
+        x = self._x.detach().to(self._dtype).requires_grad_(wanted)
         with _buffers_kept(self._atom, self._buffers):
             with _random_state_of(self._draws, x.device):
                 output = self._atom(x)
@@ -150,10 +161,11 @@ class _PiecewiseRun(_AtomRun):
         with _buffers_kept(self._atom):
             for norm in reversed(self._norms):
                 self._gather_gradient(norm, gradient)
-            inputs = self._x if self._owned or not wanted else torch.empty_like(self._x)
+            overwritten = (self._owned and self._x.dtype is self._dtype) or not wanted
+            inputs = self._x if overwritten else torch.empty_like(self._x, dtype=self._dtype)
             depends = False
             for piece in self._pieces():
-                x = self._x[piece].detach().requires_grad_(wanted)
+                x = self._input(piece).requires_grad_(wanted)
                 output = self._call(x)
                 if output.requires_grad:
                     torch.autograd.backward(output, gradient[piece])
@@ -164,6 +176,9 @@ class _PiecewiseRun(_AtomRun):
 
     def _pieces(self) -> Iterator[slice]:
         return pieces(len(self._x), self._piece)
+
+    def _input(self, piece: slice) -> Tensor:
+        return self._x[piece].detach().to(self._dtype)
 
     def _call(self, x: Tensor, norms: "_PooledNorms | None" = None) -> Tensor:
         with norms or _PooledNorms(self._norms):
@@ -189,7 +204,7 @@ class _PiecewiseRun(_AtomRun):
         sums = torch.zeros_like(norm.mean), torch.zeros_like(norm.mean)
         for piece in self._pieces():
             norms = _PooledNorms(self._norms, watched=norm)
-            output = self._call(self._x[piece].detach().requires_grad_(), norms)
+            output = self._call(self._input(piece).requires_grad_(), norms)
             assert norms.seen is not None
             x = norms.seen
             torch.autograd.grad(output, x, gradient[piece])

@@ -2,8 +2,13 @@
 
 An iteration has two halves, attack and step, and a plan for each. Both take their memory beside what is there all the
 time: the part's parameters and norm statistics, the optimiser's momenta, and the batch.
+
+On a GPU the prediction leaves workspaces out, since cuDNN takes what it is granted. There a plan is tried under a limit
+of the allocator, and the cheapest that then keeps within the budget is taken.
 """
 
+import gc
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple, TypeVar
@@ -12,10 +17,19 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fedprophet.cascade.allocator import allocator_limit, ran_out
 from fedprophet.cascade.atoms import Chain
 from fedprophet.cascade.cost import ChainCost
 from fedprophet.cascade.heads import Head, build_head
-from fedprophet.cascade.measure import LiveBytes, bytes_of, measured_peak, without_allocating
+from fedprophet.cascade.measure import (
+    LiveBytes,
+    account_of,
+    bytes_of,
+    cuda_base,
+    measured_peak,
+    without_allocating,
+)
+from fedprophet.client.captured import Ascent, ascent_of
 from fedprophet.client.descent import Descent
 from fedprophet.client.memory_plan import MemoryPlan, Step
 from fedprophet.client.part import ModelPart
@@ -34,6 +48,13 @@ T = TypeVar("T")
 
 TOLERANCE = 0.05
 """How far a measurement may exceed its prediction before a smaller budget is planned for."""
+TRIAL_RUNS = 3
+"""The first sets up what is set up once, the second captures what is captured, the third is like all further ones."""
+SLACK, CLOSE = 64 * 2**20, 4 * 2**20
+"""Bytes that the allocator may hold beyond a budget, since what it keeps for later is in pieces: at first, and how
+close to the least that will do. What is allocated has to keep within the budget all the same."""
+OUT = sys.maxsize
+"""The bytes of what the allocator refused."""
 
 
 class Planned(NamedTuple):
@@ -44,22 +65,38 @@ class Planned(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """A plan, the bytes that an iteration by it was predicted and measured to take, and the budget it was made for."""
+    """A plan, the bytes that an iteration by it was predicted and measured to take, and the budget it was made for.
+
+    On a GPU `limit` are the bytes that the allocator may hold for it: workspaces were measured under that limit.
+    """
 
     plan: MemoryPlan
     peak: int
     measured: int
     budget: int
+    limit: int | None = None
+
+
+class Trial(NamedTuple):
+    """The most bytes that the attack and the step of some iterations took, or OUT; and the allocator's limit."""
+
+    attack: int
+    step: int
+    limit: int
 
 
 @dataclass(frozen=True)
 class LocalIteration:
-    """What is planned: a part of a chain is attacked and trained on batches of inputs (their shape is one sample's)."""
+    """What is planned: a part of a chain is attacked and trained on batches of inputs (their shape is one sample's).
+
+    `place` is the device that it is planned for, if that is not where the chain is.
+    """
 
     part: ModelPart
     input_shape: tuple[int, ...]
     training: LocalTraining
     threat: ThreatModel | None
+    place: torch.device | None = None
 
     def cheapest(self, budget: int) -> Planned:
         """Return the cheapest plan that is predicted to fit; BudgetError if none does."""
@@ -70,8 +107,11 @@ class LocalIteration:
     def checked(self, budget: int) -> Checked:
         """Return the cheapest plan that fits when it is measured; BudgetError if none does.
 
-        Where more is measured than predicted, the plan is made for a budget that is smaller by the same factor.
+        Where more is measured than predicted, the plan is made for a budget that is smaller by the same factor. On a
+        GPU, where workspaces are not predicted, plans are tried one after the other.
         """
+        if self._device.type == "cuda":
+            return self._first_that_passes(budget)
         aimed = budget
         while True:
             plan, peak = self.cheapest(aimed)
@@ -80,11 +120,12 @@ class LocalIteration:
                 return Checked(plan, peak, measured, aimed)
             aimed = aimed * peak // measured
 
-    def least(self) -> int:
-        """Return the bytes that the most economical plan is predicted to take."""
+    def least(self, rounded: bool = False) -> int:
+        """Return the bytes that the most economical plan is predicted to take, of those that are exact or of all."""
         *_, attack = self._attack_sizes()
-        *_, step = self._steps()
-        return max(self._attack_peak(attack), min(self._step_peak(step), self._step_peak(MemoryPlan(step=Step.FUSED))))
+        *_, step = (plan for plan in self._steps() if not plan.rounded)
+        plans = (step, MemoryPlan(step=Step.FUSED), *([replace(step, rounded=True)] if rounded else []))
+        return max(self._attack_peak(attack), min(self._step_peak(plan) for plan in plans))
 
     def predicted(self, plan: MemoryPlan) -> int:
         """Return the bytes that an iteration by a plan is predicted to take; nothing is allocated."""
@@ -93,20 +134,100 @@ class LocalIteration:
     def measured(self, plan: MemoryPlan) -> int:
         """Run an iteration on random inputs; return the bytes that it took. The part is trained by it."""
         labels, descent = self._beginning()
+        ascend = self._ascent(plan.attack)
 
         def iterate() -> None:
-            self._step(plan, self._attack(plan.attack, self._inputs(), labels), labels, descent)
+            self._step(plan, self._attack(plan.attack, self._inputs(), labels, ascend), labels, descent, ascend)
 
         return measured_peak(iterate, self.part.chain.device) + bytes_of([*self._held(descent), labels])
 
+    @property
+    def _device(self) -> torch.device:
+        return self.place or self.part.chain.device
+
+    def _first_that_passes(self, budget: int) -> Checked:
+        """Return the first plan, in the order of what they cost, that keeps within the budget when it is tried."""
+        attacks = (size for size in self._attack_sizes() if self._attack_peak(size) <= budget)
+        steps = (plan for plan in self._steps() if self._step_peak(plan) <= budget)
+        attack, step = next(attacks, None), next(steps, None)
+        while attack is not None and step is not None:
+            plan = replace(step, attack=attack)
+            trial = self._trial(plan, budget)
+            if max(trial.attack, trial.step) <= budget:
+                return Checked(plan, self.predicted(plan), max(trial.attack, trial.step), budget, trial.limit)
+            if trial.attack > trial.step:
+                attack = next(attacks, None)
+            else:
+                step = next(steps, None)
+        raise self._nothing_fits(budget)
+
+    def _trial(self, plan: MemoryPlan, budget: int) -> Trial:
+        """Find out under which limit of the allocator a plan keeps within the budget, if there is one.
+
+        Where the limit is high, convolutions take larger workspaces; where it is low, there is no room for the rest.
+        """
+        enough, too_little, slack = SLACK, 0, SLACK
+        while True:
+            trial = self._tried_within(plan, budget + slack)
+            worst = max(trial.attack, trial.step)
+            if worst <= budget or (worst == OUT and slack == SLACK) or enough - too_little <= CLOSE:
+                return trial
+            if worst == OUT:
+                too_little = slack
+            else:
+                enough = slack
+            slack = (enough + too_little) // 2
+
+    def _tried_within(self, plan: MemoryPlan, limit: int) -> Trial:
+        device = self._device
+        labels, descent = self._beginning()
+        held, before = bytes_of([*self._held(descent), labels]), cuda_base(device)
+        worst, half = [0, 0], 0
+        try:
+            with allocator_limit(device, limit - held):
+                for peak in self._halves_of_iterations(plan, labels, descent):
+                    worst[half], half = max(worst[half], peak - before + held), 1 - half
+        except RuntimeError as error:
+            if not ran_out(error):
+                raise
+            worst[half] = OUT
+        for parameter in self.part.parameters():
+            parameter.grad = None
+        gc.collect()  # tensors that the error's frames hold, and graphs
+        return Trial(worst[0], worst[1], limit)
+
+    def _halves_of_iterations(self, plan: MemoryPlan, labels: Tensor, descent: Descent) -> Iterator[int]:
+        """Attack and step in turn, yield the most bytes that were allocated in each half."""
+        ascend = self._ascent(plan.attack)
+        for _ in range(TRIAL_RUNS):
+            torch.cuda.reset_peak_memory_stats(self._device)
+            x = self._attack(plan.attack, self._inputs(), labels, ascend)
+            torch.cuda.synchronize(self._device)
+            yield torch.cuda.max_memory_allocated(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._step(plan, x, labels, descent, ascend)
+            torch.cuda.synchronize(self._device)
+            yield torch.cuda.max_memory_allocated(self._device)
+
     def _attack_peak(self, size: int) -> int:
-        return self._peak(lambda labels, _: self._attack(size, self._inputs(), labels)) if self.threat else 0
+        samples = size if self._device.type == "cuda" else 0
+
+        def attack(labels: Tensor, _: Descent) -> Tensor:
+            x = self._inputs()
+            captured = x[:samples].clone(), x[:samples].clone()  # what a graph reads and writes
+            found = self._attack(size, x, labels, self._ascent(size))
+            del captured
+            return found
+
+        return self._peak(attack) if self.threat else 0
 
     def _step_peak(self, plan: MemoryPlan) -> int:
-        return self._peak(lambda labels, descent: self._step(plan, self._inputs(), labels, descent))
+        return self._peak(
+            lambda labels, descent: self._step(plan, self._inputs(), labels, descent, self._ascent(plan.attack))
+        )
 
     def _peak(self, compute: Callable[[Tensor, Descent], object]) -> int:
-        part = self.part
+        part, account = self.part, account_of(self._device)
         modules = dict.fromkeys(
             module
             for root in (part.chain.model, *part.chain.modules(), *([part.head] if part.head is not None else []))
@@ -114,7 +235,7 @@ class LocalIteration:
         )
         with without_allocating(modules):
             labels, descent = self._beginning()
-            with LiveBytes([*self._held(descent), labels]) as live:
+            with LiveBytes([*self._held(descent), labels], account) as live:
                 compute(labels, descent)
         return int(live.peak)
 
@@ -138,14 +259,17 @@ class LocalIteration:
         head = [] if part.head is None else list(part.head.parameters())
         return [*(tensors[name] for name in names), *head, *descent.held]
 
-    def _attack(self, size: int, x: Tensor, labels: Tensor) -> Tensor:
+    def _ascent(self, size: int) -> Ascent:
+        threat = self.threat and replace(self.threat, steps=ATTACK_STEPS)
+        return ascent_of(self.part, threat, self.training.strong_convexity, size)
+
+    def _attack(self, size: int, x: Tensor, labels: Tensor, ascend: Ascent) -> Tensor:
         if self.threat is None:
             return x
-        threat = replace(self.threat, steps=ATTACK_STEPS)
-        return attacked(self.part, x, labels, threat, self.training.strong_convexity, torch.Generator(), size)
+        return attacked(self.part, x, labels, self.threat, torch.Generator(), size, ascend)
 
-    def _step(self, plan: MemoryPlan, x: Tensor, labels: Tensor, descent: Descent) -> None:
-        training_loss(self.training, self.part, x, labels, plan).backward(descent)
+    def _step(self, plan: MemoryPlan, x: Tensor, labels: Tensor, descent: Descent, ascend: Ascent) -> None:
+        ascend.step(lambda: training_loss(self.training, self.part, x, labels, plan)).backward(descent)
 
     def _attack_sizes(self) -> Iterator[int]:
         """Yield how many samples may be attacked at a time, 0 for all of them.
@@ -158,25 +282,42 @@ class LocalIteration:
             yield from _halves(self.training.batch)
 
     def _steps(self) -> Iterator[MemoryPlan]:
-        for step in (Step.WHOLE, Step.FUSED, Step.ATOMS):
+        """Yield the plans of a step: the exact ones, then the rounded ones."""
+        for step in (Step.WHOLE, Step.FUSED):
             yield MemoryPlan(step=step)
-        yield from (MemoryPlan(step=Step.PIECES, piece=size) for size in _halves(self.training.batch))
+        for rounded in (False, True):
+            yield MemoryPlan(step=Step.ATOMS, rounded=rounded)
+            for size in _halves(self.training.batch):
+                yield MemoryPlan(step=Step.PIECES, piece=size, rounded=rounded)
 
     def _first_fitting(self, peak_of: Callable[[T], int], choices: Iterable[T], budget: int) -> tuple[T, int]:
         for choice in choices:
             if (peak := peak_of(choice)) <= budget:
                 return choice, peak
+        raise self._nothing_fits(budget)
+
+    def _nothing_fits(self, budget: int) -> BudgetError:
         part = self.part
         names = ", ".join(layer for atom in part.chain.atoms[part.first : part.last] for layer in atom.layers)
-        raise BudgetError(
+        return BudgetError(
             f"{names} cannot be trained within {format_size(budget)} with a batch of {self.training.batch}: the most "
-            f"economical plan is predicted to take {format_size(self.least(), 2)}. Give more memory, a smaller "
-            "train.batch, or modules of fewer atoms (a lower memory.budget)"
+            f"economical plan is predicted to take {format_size(self.least(rounded=True), 2)}. Give more memory, a "
+            "smaller train.batch, or modules of fewer atoms (a lower memory.budget)"
         )
 
 
-def iteration_of(chain: Chain, cost: ChainCost, first: int, last: int, training: LocalTraining) -> LocalIteration:
-    """Return the local iteration on some atoms, with a head where they are not the last, attacked at their input."""
+def iteration_of(
+    chain: Chain,
+    cost: ChainCost,
+    first: int,
+    last: int,
+    training: LocalTraining,
+    place: torch.device | None = None,
+) -> LocalIteration:
+    """Return the local iteration on some atoms, with a head where they are not the last, attacked at their input.
+
+    It is planned for the device that the chain is on, or for another place.
+    """
     head = None
     if last < len(chain):
         with torch.device("meta"):  # nothing is drawn, since a run's draws must not depend on it
@@ -184,9 +325,10 @@ def iteration_of(chain: Chain, cost: ChainCost, first: int, last: int, training:
         head = head if chain.device.type == "meta" else _of_zeros(head, chain.device)
     part = ModelPart(chain, first, last, head)
     if not first:
-        return LocalIteration(part, cost.input[1:], training, input_threat(RADIUS, RADIUS, ATTACK_STEPS))
+        return LocalIteration(part, cost.input[1:], training, input_threat(RADIUS, RADIUS, ATTACK_STEPS), place)
     before = cost.atoms[first - 1]
-    return LocalIteration(part, before.output[1:], training, feature_threat(RADIUS, ATTACK_STEPS, before.bounds))
+    threat = feature_threat(RADIUS, ATTACK_STEPS, before.bounds)
+    return LocalIteration(part, before.output[1:], training, threat, place)
 
 
 def _of_zeros(head: Head, device: torch.device) -> Head:
@@ -199,22 +341,29 @@ def _of_zeros(head: Head, device: torch.device) -> Head:
 
 @dataclass(frozen=True)
 class MeasuredCost(ChainCost):
-    """What a chain costs, with the memory that the most economical plan is predicted to take instead of the paper's."""
+    """What a chain costs, with the memory that the most economical plan is predicted to take instead of the paper's.
+
+    `place` is the device that it is predicted for, if that is not where the chain is.
+    """
 
     chain: Chain = field(kw_only=True, repr=False, compare=False)
     training: LocalTraining = field(kw_only=True)
+    place: torch.device | None = field(kw_only=True, default=None)
     _known: dict[tuple[int, int], int] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     @classmethod
-    def of(cls, cost: ChainCost, chain: Chain, training: LocalTraining) -> "MeasuredCost":
+    def of(
+        cls, cost: ChainCost, chain: Chain, training: LocalTraining, place: torch.device | None = None
+    ) -> "MeasuredCost":
         """Return the cost of a chain whose other costs are known."""
         values = {each.name: getattr(cost, each.name) for each in fields(ChainCost)}
-        return cls(**values, chain=chain, training=training)
+        return cls(**values, chain=chain, training=training, place=place)
 
     def memory(self, first: int, last: int) -> int:
-        """Return the bytes that training takes by the most economical plan, auxiliary head included."""
+        """Return the bytes that training takes by the most economical exact plan, auxiliary head included."""
         if (first, last) not in self._known:
-            self._known[first, last] = iteration_of(self.chain, self, first, last, self.training).least()
+            iteration = iteration_of(self.chain, self, first, last, self.training, self.place)
+            self._known[first, last] = iteration.least()
         return self._known[first, last]
 
 

@@ -76,6 +76,7 @@ def descend(task: Train | Distill, part: ModelPart, samples: int, loss_of: Calla
             return value
         loss.backward(descent)
         total += value
+        del loss  # with the batch it is about, before the next one is attacked
     return total / hyper.iterations
 
 

@@ -1,4 +1,4 @@
-"""How one local iteration is computed in less memory: every way gives what the plain one gives."""
+"""How one local iteration is computed in less memory: every way gives what the plain one gives, but a rounded one."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -20,12 +20,14 @@ class Step(StrEnum):
 class MemoryPlan:
     """How many samples are attacked at a time, how the step is cut up, and into pieces of how many samples.
 
-    0 stands for the whole batch.
+    0 stands for the whole batch. `rounded` keeps the inputs of atoms in bfloat16 until the way back: the forward pass
+    and the loss are exact, gradients are those at inputs that are rounded to 8 bits.
     """
 
     attack: int = 0
     step: Step = Step.WHOLE
     piece: int = 0
+    rounded: bool = False
 
     def __str__(self) -> str:
         """Return it in words."""
@@ -36,7 +38,8 @@ class MemoryPlan:
             Step.ATOMS: "step atom by atom",
             Step.PIECES: f"step atom by atom in pieces of {self.piece}",
         }[self.step]
-        return ", ".join(filter(None, (attack, step))) or "plain"
+        kept = "activations kept in bfloat16 (rounded)" if self.rounded else ""
+        return ", ".join(filter(None, (attack, step, kept))) or "plain"
 
 
 PLAIN = MemoryPlan()

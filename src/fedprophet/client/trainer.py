@@ -6,8 +6,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from fedprophet.attacks.pgd import climb, random_start
+from fedprophet.attacks.pgd import random_start
 from fedprophet.client.atomwise import AtomwiseStep, pieces
+from fedprophet.client.captured import Ascent, ascent_of
 from fedprophet.client.descent import Descent, Loss, descend, fused_loss, whole_loss
 from fedprophet.client.memory_plan import PLAIN, MemoryPlan, Step
 from fedprophet.client.part import ModelPart
@@ -31,12 +32,14 @@ def train(
     global generator, which the caller puts back.
     """
 
+    ascend = ascent_of(part, task.threat, task.training.strong_convexity, plan.attack)
+
     def loss_of(iteration: int, batch: Tensor) -> Loss:
         if observe is not None and not task.training.fixed_statistics:
             observe(part, inputs[batch])
-        x = perturb(task, part, inputs[batch], labels[batch], iteration, plan)
+        x = perturb(task, part, inputs[batch], labels[batch], iteration, plan, ascend)
         seed_global(key(task.seed, "dropout", task.round, task.client, iteration))
-        return training_loss(task.training, part, x, labels[batch], plan)
+        return ascend.step(lambda: training_loss(task.training, part, x, labels[batch], plan))
 
     return descend(task, part, len(labels), loss_of)
 
@@ -54,7 +57,7 @@ def training_loss(training: LocalTraining, part: ModelPart, x: Tensor, labels: T
         with mode():
             value = part.losses(x, labels, training.strong_convexity).mean()
         return (whole_loss if plan.step is Step.WHOLE else fused_loss)(value, part)
-    step = AtomwiseStep(part, plan.piece or len(x))
+    step = AtomwiseStep(part, plan.piece or len(x), plan.rounded)
     with mode():
         value = step.forward(x, labels, training.strong_convexity)
 
@@ -66,16 +69,24 @@ def training_loss(training: LocalTraining, part: ModelPart, x: Tensor, labels: T
 
 
 def perturb(
-    task: Train, part: ModelPart, x: Tensor, labels: Tensor, iteration: int, plan: MemoryPlan = PLAIN
+    task: Train,
+    part: ModelPart,
+    x: Tensor,
+    labels: Tensor,
+    iteration: int,
+    plan: MemoryPlan = PLAIN,
+    ascend: Ascent | None = None,
 ) -> Tensor:
     """Attack the part's own loss at its input, norm layers and dropout in evaluation mode.
 
-    There the samples of a batch do not know each other: some at a time give what all at once would.
+    There the samples of a batch do not know each other: some at a time give what all at once would. `ascend` is what
+    attacks of one training share.
     """
     if task.threat is None:
         return x
+    ascend = ascend or ascent_of(part, task.threat, task.training.strong_convexity, plan.attack)
     draw = generator(task.seed, "attack", task.round, task.client, iteration)
-    return attacked(part, x, labels, task.threat, task.training.strong_convexity, draw, plan.attack)
+    return attacked(part, x, labels, task.threat, draw, plan.attack, ascend)
 
 
 def attacked(
@@ -83,19 +94,15 @@ def attacked(
     x: Tensor,
     labels: Tensor,
     threat: ThreatModel,
-    strong_convexity: float,
     draw: torch.Generator,
-    size: int = 0,
+    size: int,
+    ascend: Ascent,
 ) -> Tensor:
     """Attack a batch, `size` samples at a time (0: all of them)."""
     with part.still(), part.untrained():
         perturbed = random_start(x, threat, draw)
         for piece in pieces(len(x), size or len(x)):
-
-            def objective(z: Tensor, labels: Tensor = labels[piece]) -> Tensor:
-                return part.losses(z, labels, strong_convexity).sum()
-
-            found = climb(objective, x[piece], perturbed[piece], threat)
+            found = ascend(x[piece], perturbed[piece], labels[piece])
             if len(found) == len(x):
                 return found
             perturbed[piece] = found

@@ -1,12 +1,12 @@
 """One NVIDIA GPU as the fast engine's device: bf16 or float32, Triton kernels, captured graphs."""
 
-import gc
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 
+from fedprophet.client.captured import record
 from fedprophet.engines.plain import make_plain
 from fedprophet.engines.registry import EngineParts, engine
 from fedprophet.engines.stacked import Limits, StackedEngine
@@ -70,21 +70,10 @@ class Captured:
 
 
 def _capture(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    graph, stream = torch.cuda.CUDAGraph(), _stream()
+    stream = _stream()
     stream.wait_stream(torch.cuda.current_stream())
-    collecting = gc.isenabled()
-    gc.disable()  # a graph that is collected now would be destroyed in the middle of the capture
-    try:
-        with torch.cuda.stream(stream):
-            # All graphs use one pool of memory: they run one after the other, and nothing that is made inside lasts.
-            graph.capture_begin(pool=_pool().pool(), capture_error_mode="thread_local")
-            try:
-                work()
-            finally:
-                graph.capture_end()
-    finally:
-        if collecting:
-            gc.enable()
+    # All graphs use one pool of memory: they run one after the other, and nothing that is made inside lasts.
+    graph = record(work, stream, _pool().pool())
     torch.cuda.current_stream().wait_stream(stream)
     return graph
 

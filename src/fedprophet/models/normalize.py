@@ -26,10 +26,21 @@ class Normalize(nn.Module):
         if not all(math.isfinite(value) for value in (*mean, *std)) or min(std) <= 0:
             raise ModelError(f"Normalize needs finite means and positive deviations, not {list(mean)} and {list(std)}")
         self.numbers = tuple(mean), tuple(std)
+        self._elsewhere: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self.register_buffer("mean", torch.tensor(list(mean), dtype=torch.float32).view(-1, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(list(std), dtype=torch.float32).view(-1, 1, 1), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        # It belongs to the chain, not to the model, so it is not moved with the model.
-        mean, std = self.mean.to(x.device, x.dtype), self.std.to(x.device, x.dtype)
-        return (x - mean) / std
+        mean, std = self._on(x.device)
+        return (x - mean.to(x.dtype)) / std.to(x.dtype)
+
+    def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return both on a device. It belongs to the chain, not to the model, so it is not moved with the model.
+
+        They are copied there once: a graph that is captured on a GPU cannot copy from the CPU.
+        """
+        if device == self.mean.device:
+            return self.mean, self.std
+        if device not in self._elsewhere:
+            self._elsewhere[device] = self.mean.to(device), self.std.to(device)
+        return self._elsewhere[device]

@@ -1,0 +1,69 @@
+"""CUDA's allocator under a limit. It bounds workspaces, too, which are what takes a GPU past its predictions.
+
+cuDNN's heuristics choose the quickest algorithm, whatever workspace it takes: a convolution of 64 channels may take ten
+times the memory of its result. Where the allocator refuses it, torch takes the next algorithm that cuDNN names, and
+remembers it. So a limit of the allocator is all it needs. cuBLAS's workspaces are of a fixed size, which torch reads
+from the environment before its first product.
+"""
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "128"}
+"""Eight workspaces of 16 KiB, and one of 128 KiB."""
+ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+"""Where people set the allocator themselves."""
+IN_ONE_PIECE = "expandable_segments:True"
+NO_ALGORITHM = "unable to find an engine"
+"""What torch says where no algorithm of a convolution has a workspace that the allocator grants."""
+
+
+def spare_memory() -> None:
+    """Let CUDA spare memory in this process; call it before the first product. Settings found are kept.
+
+    cuBLAS uses small workspaces; and the allocator keeps what is freed in one piece, of which any part can be used
+    again. It is too late for the first where torch has multiplied on a GPU already, which it does not tell: a warning
+    says that it may be.
+    """
+    missing = {name: value for name, value in CUBLAS.items() if name not in os.environ}
+    if missing and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        warnings.warn(
+            "CUDA is in use already: cuBLAS may have workspaces of its own size, which count. Set "
+            f"{' and '.join(f'{name}={value}' for name, value in missing.items())} in the environment",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    os.environ.update(missing)
+    if torch.cuda.is_available() and not any(name in os.environ for name in ALLOCATOR):
+        torch.cuda.memory._set_allocator_settings(IN_ONE_PIECE)
+
+
+@contextmanager
+def allocator_limit(device: torch.device, bytes_: int) -> Iterator[None]:
+    """Let the allocator hold at most `bytes_` more than what is allocated now, within a `with` block.
+
+    What it holds is what is allocated, and what is freed and kept for later; so no more than `bytes_` can be allocated.
+    torch.OutOfMemoryError is raised where this does not do, but for workspaces of convolutions, which become smaller.
+    """
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    _, total = torch.cuda.mem_get_info(device)
+    before = torch.cuda.get_per_process_memory_fraction(device)
+    allowed = torch.cuda.memory_allocated(device) + max(bytes_, 0)
+    # torch multiplies the share again, and cuts off what is behind the point.
+    torch.cuda.set_per_process_memory_fraction(min((allowed + 0.5) / total, 1.0), device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(before, device)
+
+
+def ran_out(error: BaseException | None) -> bool:
+    """Whether an error, or one that it covers up, says that the allocator refused memory."""
+    if error is None:
+        return False
+    return isinstance(error, torch.OutOfMemoryError) or NO_ALGORITHM in str(error) or ran_out(error.__context__)

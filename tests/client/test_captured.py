@@ -1,0 +1,199 @@
+"""Attacks that replay a graph give what the eager ones give, in memory that the step shares; most of it needs a GPU."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedprophet.attacks.pgd import climb
+from fedprophet.cascade.allocator import allocator_limit, spare_memory
+from fedprophet.cascade.atoms import chain_of, explicit_chain
+from fedprophet.cascade.cost import cost_of
+from fedprophet.cascade.partition import partition
+from fedprophet.client import trainer
+from fedprophet.client.budget import LocalIteration, iteration_of
+from fedprophet.client.captured import Ascent, CapturedAscent, ascent_of
+from fedprophet.client.descent import Descent, Loss
+from fedprophet.client.memory_plan import PLAIN, MemoryPlan, Step
+from fedprophet.client.part import ModelPart
+from fedprophet.client.trainer import attacked, train, training_loss
+from fedprophet.messages.tasks import Train
+from fedprophet.messages.values import LocalTraining
+from fedprophet.models import build
+from fedprophet.models.normalize import Normalize
+from fedprophet.threat import ThreatModel, input_threat
+
+if torch.cuda.is_available():
+    spare_memory()  # before the first test multiplies
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+CUDA = torch.device("cuda", 0)
+HYPER = LocalTraining(4, 8, learning_rate=0.05, momentum=0.9, weight_decay=1e-4, strong_convexity=1e-5)
+PIXELS = input_threat(0.1, 0.05, 3)
+FEATURES = ThreatModel("l2", 1.0, 0.25, 3, (0.0, float("inf")))
+BUDGET = 60 * 10**6
+
+
+def _part(device: torch.device) -> ModelPart:
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace=True), nn.MaxPool2d(2))
+    last = nn.Sequential(nn.Flatten(), nn.Linear(16 * 64, 10))
+    network = nn.Sequential(nn.Sequential(*layers), last).to(device)
+    chain = explicit_chain(network, Normalize((0.5, 0.4, 0.3), (0.2, 0.2, 0.3)))
+    return ModelPart(chain, 0, len(chain), None)
+
+
+def _batch(samples: int, device: torch.device, seed: int = 1) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return torch.rand(samples, 3, 16, 16, generator=draw).to(device), torch.arange(samples, device=device) % 10
+
+
+def test_elsewhere_an_ascent_is_the_attack_itself() -> None:
+    part = _part(torch.device("cpu"))
+    x, labels = _batch(4, torch.device("cpu"))
+    ascend = ascent_of(part, PIXELS, 0.01, 2)
+    assert type(ascend) is Ascent
+    with part.still(), part.untrained():
+        expected = climb(lambda z: part.losses(z, labels, 0.01).sum(), x, x, PIXELS)
+        assert torch.equal(ascend(x, x, labels), expected)
+    assert not torch.equal(expected, x)
+    loss = Loss(torch.zeros(()), lambda descent: None)
+    assert ascend.step(lambda: loss) is loss
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    before, torch.backends.cudnn.deterministic = torch.backends.cudnn.deterministic, True
+    yield
+    torch.backends.cudnn.deterministic = before
+
+
+@needs_gpu
+def test_on_a_gpu_micro_batches_are_captured_and_nothing_else_is() -> None:
+    part = _part(CUDA)
+    assert isinstance(ascent_of(part, PIXELS, 0.01, 2), CapturedAscent)
+    for threat, size in ((None, 2), (replace(PIXELS, radius=0.0), 2), (PIXELS, 0)):
+        assert type(ascent_of(part, threat, 0.01, size)) is Ascent
+
+
+def _iterate(part: ModelPart, ascend: Ascent, descent: Descent, threat: ThreatModel, number: int) -> Tensor:
+    """Attack a batch of 10, four at a time, step on it, and return what was found."""
+    x, labels = _batch(10, CUDA, seed=number)
+    labels = labels.roll(number)
+    found = attacked(part, x, labels, threat, torch.Generator().manual_seed(number), 4, ascend)
+    plan = MemoryPlan(attack=4)
+    ascend.step(lambda: training_loss(HYPER, part, found, labels, plan)).backward(descent)
+    return found
+
+
+@needs_gpu
+@pytest.mark.parametrize("threat", [PIXELS, FEATURES], ids=["linf", "l2"])
+def test_a_captured_attack_finds_what_the_eager_one_finds_while_the_part_learns(
+    deterministic: None, threat: ThreatModel
+) -> None:
+    """Bit for bit, with other inputs, labels, parameters and norm statistics each time; the last piece has 2 of 10."""
+    found = []
+    for captured in (False, True):
+        part = _part(CUDA)
+        size = 4 if captured else 0
+        ascend = ascent_of(part, threat, HYPER.strong_convexity, size)
+        descent = Descent.of(part, HYPER)
+        found.append([_iterate(part, ascend, descent, threat, number) for number in range(5)])
+        found[-1].append(torch.cat([p.detach().flatten() for p in part.parameters()]))
+        if isinstance(ascend, CapturedAscent):
+            assert ascend._graph is not None
+    for eager, replayed in zip(*found, strict=True):
+        assert torch.equal(eager, replayed)
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    "step", [MemoryPlan(), MemoryPlan(step=Step.FUSED), MemoryPlan(step=Step.PIECES, piece=4)], ids=str
+)
+def test_a_training_with_captured_attacks_ends_where_an_eager_one_does(
+    deterministic: None, monkeypatch: pytest.MonkeyPatch, step: MemoryPlan
+) -> None:
+    x, labels = _batch(20, CUDA)
+    task = Train(round=1, client=2, seed=3, training=replace(HYPER, iterations=6), threat=PIXELS)
+    ends = []
+    for captured in (True, False):
+        if not captured:
+            monkeypatch.setattr(
+                trainer, "ascent_of", lambda part, threat, convexity, size: Ascent(part, threat, convexity)
+            )
+        part = _part(CUDA)
+        loss = train(task, part, x, labels, plan=replace(step, attack=4))
+        ends.append((loss, torch.cat([p.detach().flatten() for p in part.parameters()])))
+    assert ends[0][0] == ends[1][0]
+    assert torch.equal(ends[0][1], ends[1][1])
+
+
+@needs_gpu
+def test_what_a_step_keeps_where_the_graph_writes_is_an_error() -> None:
+    part = _part(CUDA)
+    ascend, descent = ascent_of(part, PIXELS, 0.01, 4), Descent.of(part, HYPER)
+    kept: list[Tensor] = []
+
+    def compute(x: Tensor) -> Loss:
+        kept.append(x * 2)
+        return training_loss(HYPER, part, x, labels, PLAIN)
+
+    x, labels = _batch(8, CUDA)
+
+    def attack() -> Tensor:
+        return attacked(part, x, labels, PIXELS, torch.Generator(), 4, ascend)
+
+    for _ in range(2):
+        ascend.step(lambda: compute(attack())).backward(descent)
+    with pytest.raises(RuntimeError, match="1 tensors of a step are still there"):
+        attack()
+
+
+@needs_gpu
+def test_a_graph_and_the_step_share_their_memory() -> None:
+    """The allocator holds what the larger half takes, and some for what is in pieces; not both."""
+    part = _part(CUDA)
+    ascend, descent = ascent_of(part, PIXELS, 0.01, 256), Descent.of(part, HYPER)
+    x, labels = _batch(1024, CUDA)
+    held = []
+
+    def iterate() -> None:
+        found = attacked(part, x, labels, PIXELS, torch.Generator(), 256, ascend)
+        ascend.step(lambda: training_loss(HYPER, part, found, labels, MemoryPlan(256))).backward(descent)
+
+    for _ in range(3):
+        iterate()
+        torch.cuda.synchronize()
+        held.append(torch.cuda.memory_reserved())
+    assert held[2] == held[1] <= held[0] + 20 * 2**20
+
+
+def _modules() -> list[LocalIteration]:
+    chain = chain_of(build("vgg16", (3, 32, 32), 10).to(CUDA))
+    cost = cost_of(chain, (3, 32, 32), 64, 10)
+    hyper = replace(HYPER, batch=64, learning_rate=1e-4)
+    return [iteration_of(chain, cost, module.first, module.last, hyper) for module in partition(cost, BUDGET)]
+
+
+@needs_gpu
+@pytest.mark.parametrize("number", range(7))
+def test_every_module_of_vgg16_keeps_within_its_budget_on_a_gpu(number: int) -> None:
+    """In a trial, and when the plan is trained by under the limit that it was tried under."""
+    iteration = _modules()[number]
+    found = iteration.checked(BUDGET)
+    assert found.peak <= found.measured <= BUDGET
+    assert found.limit is not None
+    trial = iteration._tried_within(found.plan, found.limit)
+    assert max(trial.attack, trial.step) <= BUDGET
+
+
+@needs_gpu
+def test_a_plan_that_does_not_fit_runs_out_and_leaves_no_trace() -> None:
+    iteration = _modules()[0]
+    before = torch.cuda.memory_allocated()
+    trial = iteration._tried_within(PLAIN, 20 * 10**6)
+    assert trial.attack > BUDGET
+    assert torch.cuda.memory_allocated() <= before + 10**6  # cuBLAS keeps its workspaces
+    with allocator_limit(CUDA, 10**6), pytest.raises(torch.OutOfMemoryError):
+        iteration._inputs().repeat(100, 1, 1, 1)
