@@ -132,11 +132,7 @@ class LocalIteration:
         return labels, descent
 
     def _held(self, descent: Descent) -> Iterable[Tensor]:
-        part = self.part
-        tensors = part.chain.tensors
-        names = (*part.chain.shared(part.first, part.last), *part.chain.local(part.first, part.last))
-        head = [] if part.head is None else list(part.head.parameters())
-        return [*(tensors[name] for name in names), *head, *descent.held]
+        return [*self.part.tensors, *descent.held]
 
     def _attack(self, size: int, x: Tensor, labels: Tensor) -> Tensor:
         if self.threat is None:
@@ -166,12 +162,11 @@ class LocalIteration:
         for choice in choices:
             if (peak := peak_of(choice)) <= budget:
                 return choice, peak
-        part = self.part
-        names = ", ".join(layer for atom in part.chain.atoms[part.first : part.last] for layer in atom.layers)
         raise BudgetError(
-            f"{names} cannot be trained within {format_size(budget)} with a batch of {self.training.batch}: the most "
-            f"economical plan is predicted to take {format_size(self.least(), 2)}. Give more memory, a smaller "
-            "train.batch, or modules of fewer atoms (a lower memory.budget)"
+            f"{self.part.layers} cannot be trained within {format_size(budget)} with a batch of "
+            f"{self.training.batch}: the most economical plan is predicted to take "
+            f"{format_size(self.least(), 2)}. Give more memory, a smaller train.batch, "
+            "or modules of fewer atoms (a lower memory.budget)"
         )
 
 
