@@ -48,7 +48,7 @@ def limited(
 ) -> Iterator[Terms]:
     """Find how a part is trained within a task's limit, and hold a `with` block to it; BudgetError where it cannot.
 
-    `beside` is what is held for the training beside the part, the labels of the samples first of all.
+    `beside` is what is held for the training beside the part. The client's data, labels included, do not count.
     """
     if not task.memory:
         yield NO_TERMS
@@ -57,7 +57,7 @@ def limited(
     iteration = LocalIteration(whole, tuple(inputs[:1].shape[1:]), task.training, task.threat)
     who = f"client {task.client}, {name_of(task, part)}"
     try:
-        plan = planner.cheapest(iteration, task.memory - _unpredicted(task, part, beside)).plan
+        plan = planner.cheapest(iteration, task.memory - _unpredicted(task, part, len(inputs), beside)).plan
     except BudgetError as error:
         raise BudgetError(f"{who}: {error}") from None
     terms = Terms(plan, task.memory)
@@ -65,10 +65,10 @@ def limited(
         yield terms
 
 
-def _unpredicted(task: Train, part: ModelPart, beside: Sequence[Tensor]) -> int:
+def _unpredicted(task: Train, part: ModelPart, samples: int, beside: Sequence[Tensor]) -> int:
     """Return the bytes that training takes beside those of its prediction: a small part of them."""
-    # The order of the samples takes what their labels take, and statistics are copied once more when they are swapped.
-    size = 2 * bytes_of(beside)
+    # Samples have an order, and statistics are copied once more when they are swapped.
+    size = samples * torch.int64.itemsize + 2 * bytes_of(beside)
     if part.prior is not None:
         size += (1 + 2 * task.training.batch) * part.prior.nbytes  # it is added to the scores
     if task.training.summed_heads and part.head is not None:

@@ -53,9 +53,9 @@ class _Remembering(LocalIteration):
         return self.known[key]
 
 
-ALLOWANCE = 0.01
-"""What training may take beside what is predicted, as a share of it: the order of the client's samples, a second set of
-norm statistics."""
+ALLOWANCE, LEAST_ALLOWANCE = 0.01, 2**13
+"""What training may take beside what is predicted, as a share of it, and at least so many bytes: the order of a client's
+samples, a second set of norm statistics."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class _Attack(LocalIteration):
 
 
 def _allowing(size: int) -> int:
-    return math.ceil(size * (1 + ALLOWANCE))
+    return size + max(math.ceil(size * ALLOWANCE), LEAST_ALLOWANCE)
 
 
 def _fields(iteration: LocalIteration) -> dict[str, Any]:

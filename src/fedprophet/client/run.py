@@ -79,7 +79,7 @@ def _train(task: Train, job: Job[Train]) -> Trained:
     inputs, labels = _inputs(job, workspace), job.client.data.train.labels.to(workspace.device)
     part = _part(job, workspace, task.first, inputs[:1])
     sets = TwoSets(chain, job.known) if job.two_statistics else None
-    observe, beside = (sets.observe, (labels, *sets.aside)) if sets else (None, (labels,))
+    observe, beside = (sets.observe, tuple(sets.aside)) if sets else (None, ())
     with limited(task, part, inputs, beside, workspace.planner) as terms:
         loss = train(task, part, inputs, labels, observe, terms.plan)
     trained = workspace.values(chain.shared(task.first, task.last))
