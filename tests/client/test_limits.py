@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from fedprophet.client.budget import LocalIteration, Planned
 from fedprophet.client.features import FeatureCache
 from fedprophet.client.job import Client
 from fedprophet.client.layer_store import ClientStore
-from fedprophet.client.limits import Terms, limited, name_of, within
+from fedprophet.client.limits import Terms, _on_cuda, limited, name_of, within
 from fedprophet.client.memory_plan import PLAIN, MemoryPlan, Step
 from fedprophet.client.part import ModelPart
 from fedprophet.client.planning import Planner
@@ -260,3 +261,88 @@ def test_an_observer_takes_no_more_than_the_step() -> None:
         peaks.append(live.peak)
     predicted = LocalIteration(part, (16, 16, 16), replace(HYPER, batch=32), None).predicted(plan)
     assert peaks[1] <= predicted < peaks[0]
+
+
+class _Cuda:
+    """A GPU of 1000 bytes, as far as a limit asks for it: 300 are allocated, of which 100 are the part's."""
+
+    def __init__(self, peak: int) -> None:
+        self.fraction, self.fractions, self.peak = 0.9, list[float](), peak
+
+    def put_in_place(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def set_fraction(fraction: float, _: torch.device) -> None:
+            self.fraction = fraction
+            self.fractions.append(fraction)
+
+        answers: dict[str, Any] = {
+            "synchronize": lambda _: None,
+            "empty_cache": lambda: None,
+            "memory_allocated": lambda _: 300,
+            "memory_reserved": lambda _: 320,
+            "max_memory_allocated": lambda _: self.peak,
+            "reset_peak_memory_stats": lambda _: None,
+            "get_device_properties": lambda _: SimpleNamespace(total_memory=1000),
+            "get_per_process_memory_fraction": lambda _: self.fraction,
+            "set_per_process_memory_fraction": set_fraction,
+        }
+        for name, answer in answers.items():
+            monkeypatch.setattr(torch.cuda, name, answer)
+        monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
+
+
+HELD = [torch.zeros(25)]
+CPU = torch.device("cpu")
+
+
+def _exceeded(size: int | None) -> BudgetError:
+    return BudgetError(f"took {size}")
+
+
+def test_on_a_gpu_the_allocator_gets_the_limit_beside_what_it_holds_for_others(monkeypatch) -> None:
+    """Of 320 reserved bytes 220 are others'; with a limit of 150 the process may have 370 of 1000."""
+    gpu, terms = _Cuda(peak=340), Terms(PLAIN, 150)
+    gpu.put_in_place(monkeypatch)
+    with _on_cuda(terms, CPU, HELD, _exceeded):
+        assert gpu.fraction == pytest.approx(0.37)
+    assert gpu.fractions == [pytest.approx(0.37), 0.9]
+    assert terms.peak == 340 - 200
+
+
+def _refused() -> None:
+    raise torch.OutOfMemoryError
+
+
+@pytest.mark.parametrize(("work", "text"), [(lambda: None, "took 151"), (_refused, "took None")])
+def test_on_a_gpu_what_exceeds_the_limit_is_our_error(work, text: str, monkeypatch) -> None:
+    gpu = _Cuda(peak=351)
+    gpu.put_in_place(monkeypatch)
+    with pytest.raises(BudgetError, match=text), _on_cuda(Terms(PLAIN, 150), CPU, HELD, _exceeded):
+        work()
+    assert gpu.fraction == 0.9
+
+
+def test_on_a_gpu_a_limit_never_raises_the_one_that_is_there(monkeypatch) -> None:
+    gpu = _Cuda(peak=300)
+    gpu.put_in_place(monkeypatch)
+    with _on_cuda(Terms(PLAIN, 10**6), CPU, HELD, _exceeded):
+        assert gpu.fraction == 0.9
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_on_a_gpu_the_part_alone_is_there_and_a_byte_too_many_is_refused() -> None:
+    chain, device = _chain(), torch.device("cuda", 0)
+    chain.model.to(device)
+    part, x = ModelPart(chain, 0, 2, _head().to(device)), _inputs(ModelPart(chain, 0, 3, None))
+    others = [tensor for name, tensor in chain.tensors.items() if name.startswith("three")]
+    images, labels = x[0].to(device), x[1].to(device)
+    before = torch.cuda.get_per_process_memory_fraction(device)
+    ample, task = Terms(PLAIN, 10**9), _task(head=0)
+    with within(ample, part, (), "a test"):
+        assert {tensor.device.type for tensor in others} == {"cpu"}
+        train(task, part, images, labels)
+    assert ample.peak > bytes_of(part.tensors)
+    assert {tensor.device.type for tensor in others} == {"cuda"}
+    with pytest.raises(BudgetError, match="it may take"), within(Terms(PLAIN, ample.peak - 1), part, (), "a test"):
+        train(task, part, images, labels)
+    assert torch.cuda.get_per_process_memory_fraction(device) == before
+    assert {tensor.device.type for tensor in others} == {"cuda"}
