@@ -54,8 +54,8 @@ class _Remembering(LocalIteration):
 
 
 ALLOWANCE, LEAST_ALLOWANCE = 0.01, 2**13
-"""What training may take beside what is predicted, as a share of it, and at least so many bytes: the order of samples, a
-second set of norm statistics."""
+"""What training may take beside what is predicted, as a share of it, and at least so many bytes: the order of samples,
+a second set of norm statistics."""
 
 
 @dataclass(frozen=True)
