@@ -27,7 +27,7 @@ class ModelError(FedProphetError):
 
 
 class BudgetError(FedProphetError):
-    """A memory budget below what the largest atom needs."""
+    """A memory budget below what something needs that is to be trained, or training that takes more than it may."""
 
 
 class DataError(FedProphetError):

@@ -46,7 +46,7 @@ def test_it_is_said_where_it_may_be_too_late(no_settings: pytest.MonkeyPatch) ->
 
 def test_the_limit_is_what_is_allocated_and_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 1000 bytes 300 are allocated: 150 more are a share of 0.45, which is a half byte short of 451; less than none
-    left is none, and more than all is all. The share that was there comes back, after an error as well.
+    left is none, and a limit that is there is not raised. The share that was there comes back, after an error as well.
     """
     shares = [0.9]
     cuda = SimpleNamespace(
@@ -61,7 +61,7 @@ def test_the_limit_is_what_is_allocated_and_what_is_left(monkeypatch: pytest.Mon
     for left in (150, -20, 900):
         with pytest.raises(KeyError), allocator_limit(CUDA, left):
             raise KeyError
-    assert shares[1:] == [-1, 0.4505, 0.9, -1, 0.3005, 0.9, -1, 1.0, 0.9]
+    assert shares[1:] == [-1, 0.4505, 0.9, -1, 0.3005, 0.9, -1, 0.9, 0.9]
 
 
 def test_what_says_that_memory_ran_out() -> None:

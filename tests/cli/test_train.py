@@ -1,11 +1,13 @@
 """`fedprophet train`: where a run goes, what is printed."""
 
 import json
+import re
 import sys
 
 import pytest
 from safetensors import safe_open
 
+from fedprophet.client.budget import LocalIteration
 from fedprophet.config.reference import to_toml
 from fedprophet.runs.session import assemble
 from fedprophet.sizes import format_size
@@ -152,3 +154,29 @@ def test_a_tracker_that_is_not_there_is_refused_before_training(cli, tiny_flags,
     for name, text in {"wandb": "pip install 'fedprophet[wandb]'", "tensorbord": "Did you mean 'tensorboard'?"}.items():
         assert text in cli("train", *tiny_flags(quick), "--out", "run", "--log", name).error
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["plain", "workers"])
+def test_a_plan_that_takes_more_than_predicted_ends_the_run_with_a_sentence(
+    engine, cli, tiny_flags, quick, monkeypatch
+):
+    """Whatever is predicted to take nothing is taken for plain."""
+    monkeypatch.setattr(LocalIteration, "_attack_peak", lambda self, size: 0)
+    monkeypatch.setattr(LocalIteration, "_step_peak", lambda self, plan: 0)
+    limited = {"memory.enforce": True, "memory.budget": "60%", "fleet.memory_share": 1e-9, "engine": engine}
+    said = cli("train", *tiny_flags({**quick, **limited, "threads": 2}))
+    assert said.code == 2
+    assert "Traceback" not in said.err
+    text = " ".join(said.err.split())
+    assert re.search(
+        r"client \d+, module 1 \(Conv 1, .*\), trained by the plan 'plain': it may take 141\.55 kB, and", text
+    )
+
+
+@pytest.mark.slow
+def test_a_budget_in_which_no_plan_fits_is_refused_before_anything_is_trained(cli, tiny_flags, quick):
+    said = cli("train", *tiny_flags({**quick, "memory.enforce": True, "method": "jfat", "memory.budget": "20%"}))
+    assert said.code == 2
+    assert "memory.enforce: the whole model cannot be trained within memory.budget = 20%" in " ".join(said.err.split())
+    assert "round 1" not in said.out

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-import fedprophet.client.trainer as trainer
+import fedprophet.client.captured as captured
 from fedprophet.cascade.atoms import explicit_chain
 from fedprophet.client.features import FeatureCache
 from fedprophet.client.layer_store import ClientStore
@@ -71,7 +71,7 @@ def attacks(workspace, monkeypatch) -> list[tuple[float, bool]]:
         met.append((float(workspace.chain.tensors[MEAN]), workspace.chain.model.all[1].training))
         return x / 2 + 0.3
 
-    monkeypatch.setattr(trainer, "climb", attack)
+    monkeypatch.setattr(captured, "climb", attack)
     return met
 
 

@@ -32,6 +32,9 @@ deadline = 30.0
 rule = "clip"
 clip = 5.0
 trim = 0.3
+
+[budget]
+enforce = true
 """
 NEW: dict[str, Any] = {
     "data": {"name": "folder", "options": {"size": 64, "test_per_class": 3, "cache": "there"}},
@@ -39,6 +42,7 @@ NEW: dict[str, Any] = {
     "aggregate": {"rule": "clip", "minimum": 2},
     "clip": {"norm": 5.0},
     "trimmed_mean": {"trim": 0.3},
+    "memory": {"enforce": True},
 }
 
 
@@ -98,6 +102,7 @@ def test_the_old_defaults_are_read_silently(notes: pytest.LogCaptureFixture) -> 
         "flower": {"minimum": 1},
         "aggregate": {"clip": 0.0, "trim": 0.2},
         "data": {"size": 0, "test_per_class": 0, "cache": ""},
+        "budget": {"enforce": False},
     }
     assert parse_config(old) == Config()
     assert notes.messages == []

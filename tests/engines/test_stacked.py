@@ -168,6 +168,17 @@ def test_what_a_task_says_is_known_or_left_to_the_plain_path(session_of, caplog,
     assert said(caplog) == ["LaterTrain.mixing", "LaterTraining", "norm 'l1'"]
 
 
+def test_training_within_a_limit_of_memory_is_left_to_the_plain_path(session_of, caplog, stacked, joint):
+    """A stack takes the memory of all its clients."""
+    session = session_of({"method": "jfat"})
+    (task,), engine = joint(session, clients=(0,)), stacked(session)
+    with caplog.at_level(logging.WARNING, "fedprophet"):
+        (answer,) = engine.map([replace(task, memory=10**9)])
+    assert said(caplog) == ["Train.memory"]
+    assert answer.plan == "plain"
+    assert 0 < answer.peak <= 10**9
+
+
 def test_a_new_kind_of_task_goes_to_the_plain_path(session_of, caplog, stacked, joint):
     session = session_of({"method": "jfat"})
 

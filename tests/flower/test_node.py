@@ -23,7 +23,7 @@ from fedprophet.engines.plain import PlainEngine
 from fedprophet.errors import CheckpointError, ConfigError
 from fedprophet.flower import node
 from fedprophet.flower.manifest import RunManifest
-from fedprophet.flower.node import NodeConfig, NodeLayers, answer
+from fedprophet.flower.node import NodeConfig, NodeLayers, _open_run, answer
 from fedprophet.flower.protocol import (
     PROTOCOL,
     Hello,
@@ -94,6 +94,22 @@ def evaluate(parts: EngineParts, module: str) -> Evaluate:
     return Evaluate(
         round=1, client=1, seed=0, last=trained.last, parameters=trained.parameters, samples=1, frozen=frozen
     )
+
+
+def test_a_node_trains_within_its_limit_or_says_why_it_cannot(ask, tiny):
+    """It plans by itself; what is not in training it keeps in files, as the run's configuration says."""
+    config = tiny({"method": "jfat", "population.clients": 3, "memory.enforce": True, "memory.budget": "100%"})
+    limited = make_parts(config)
+    manifest, task = RunManifest.of(limited), train(limited)
+    found = ask(replace(task, memory=limited.reserve), manifest=manifest)
+    assert isinstance(found, Trained)
+    assert found.plan != ""
+    assert 0 < found.peak <= limited.reserve
+    assert _open_run(RUN, manifest.to_text(), "", False).workspaces[BACKBONE].frugal
+    refused = ask(replace(task, memory=10**4), manifest=manifest)
+    assert isinstance(refused, Refusal)
+    assert refused.text.startswith("client 1, the model: Conv 1, ")
+    assert "the most economical plan is predicted to take" in refused.text
 
 
 def test_hello_says_which_client_it_is():

@@ -92,7 +92,7 @@ PART: dict[str, Any] = {
 }
 CHANNELS = {"z": torch.tensor([5, 1, 3]), "a": torch.tensor([], dtype=torch.int64)}
 SUBNETWORK: dict[str, Any] = {"adversarial_statistics": True, "kept_channels": CHANNELS}
-TASK = Train(**COMMON, **PART, **SUBNETWORK, training=TRAINING, threat=THREAT, wants_local=True)
+TASK = Train(**COMMON, **PART, **SUBNETWORK, training=TRAINING, threat=THREAT, wants_local=True, memory=60_000_000)
 EVERY_TASK = (
     TASK,
     Report(**COMMON, wants_local=True),
@@ -107,7 +107,7 @@ EVERY_TASK = (
 )
 FROM: dict[str, Any] = {"round": 7, "client": 3, "number": 4, "weight": 120.5}
 LOCAL = {"bn.1.running_mean": torch.tensor([1 + 2**-20]), "bn.0.num_batches_tracked": torch.tensor(9)}
-TRAINED = Trained(**FROM, loss=NAN, samples=12, parameters=TENSORS, local=LOCAL)
+TRAINED = Trained(**FROM, loss=NAN, samples=12, parameters=TENSORS, local=LOCAL, plan="plain", peak=2**40)
 EVERY_ANSWER = (
     TRAINED,
     Reported(**FROM, resources=Resources(2**40 + 1, 1e12 / 3, INF), local=LOCAL),

@@ -77,6 +77,8 @@ def _field(rng: random.Random, value: Any) -> Any:
         return _table(rng, value)
     if isinstance(value, Resources):
         return rng.choice((None, dataclasses.replace(value, **_one(rng, value))))
+    if isinstance(value, str):
+        return rng.choice(TEXTS)
     return rng.choice(NUMBERS if isinstance(value, int) else REALS)
 
 
@@ -113,7 +115,9 @@ def worlds(tiny: Callable[..., Any]) -> Callable[[str, str], tuple[Any, Engine, 
 
     def world(method: str, rule: str) -> tuple[Any, Engine, list[Any]]:
         if (method, rule) not in made:
-            session = assemble(tiny({**QUICK, "method": method, "aggregate.rule": rule, "engine": "plain"}))
+            limited = {"memory.enforce": method == "jfat", "memory.budget": "100%" if method == "jfat" else "45%"}
+            settings = {**QUICK, **limited, "method": method, "aggregate.rule": rule, "engine": "plain"}
+            session = assemble(tiny(settings))
             engine, states = Honest(session.engine), [session.method.initial()]
             while len(states) < KEPT:
                 states.append(play_round(session.method.round(states[-1]), engine)[0])

@@ -54,8 +54,8 @@ def allocator_limit(device: torch.device, bytes_: int) -> Iterator[None]:
     _, total = torch.cuda.mem_get_info(device)
     before = torch.cuda.get_per_process_memory_fraction(device)
     allowed = torch.cuda.memory_allocated(device) + max(bytes_, 0)
-    # torch multiplies the share again, and cuts off what is behind the point.
-    torch.cuda.set_per_process_memory_fraction(min((allowed + 0.5) / total, 1.0), device)
+    # torch multiplies the share again, and cuts off what is behind the point. A limit that is there already holds on.
+    torch.cuda.set_per_process_memory_fraction(min((allowed + 0.5) / total, before), device)
     try:
         yield
     finally:

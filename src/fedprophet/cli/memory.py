@@ -107,7 +107,7 @@ def _measurements(iteration: LocalIteration, budget: int, measure: bool) -> dict
         if measure:
             plan, predicted, measured, aimed, limit = iteration.checked(budget)
         else:
-            (plan, predicted), measured, aimed, limit = iteration.cheapest(budget), None, budget, None
+            (plan, predicted, _), measured, aimed, limit = iteration.cheapest(budget), None, budget, None
     except BudgetError:
         least = {"plan": None, "predicted_bytes": iteration.least(rounded=True), "measured_bytes": None}
         return {**plain, **least, "planned_for_bytes": None, "limit_bytes": None, "fits": False}

@@ -51,7 +51,7 @@ class AtomwiseStep:
         """Return the mean loss; gradients of the exit are ready, and nothing is changed but norm statistics."""
         part = self._part
         for number in range(part.first, part.last):
-            run = self._run_of(number, x, len(labels))
+            run = self.run_of(number, x, len(labels))
             x = run.forward(owned=number > part.first)
             if self._rounded and number > part.first:
                 run.round()
@@ -82,11 +82,20 @@ class AtomwiseStep:
             tensors = part.chain.tensors
             descend(tensor for name in names if isinstance(tensor := tensors[name], nn.Parameter))
 
-    def _run_of(self, number: int, x: Tensor, samples: int) -> "_AtomRun":
+    def run_of(self, number: int, x: Tensor, samples: int) -> "_AtomRun":
+        """Return the run of an atom on its input, which is one of a batch of `samples`."""
         atom = self._part.chain.atoms[number]
         if len(x) == samples > self._piece and _divisible(atom, x):
             return _PiecewiseRun(atom, x, self._piece)
         return _WholeRun(atom, x)
+
+
+def features_in_pieces(part: ModelPart, x: Tensor, piece: int) -> Tensor:
+    """Return z_m of a batch, each atom on some samples at a time; norm layers see the statistics of all of them."""
+    step, samples = AtomwiseStep(part, piece), len(x)
+    for number in range(part.first, part.last):
+        x = step.run_of(number, x, samples).forward(owned=False)
+    return x
 
 
 class _AtomRun(ABC):

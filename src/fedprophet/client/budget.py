@@ -58,10 +58,14 @@ OUT = sys.maxsize
 
 
 class Planned(NamedTuple):
-    """A plan, and the bytes that an iteration by it is predicted to take."""
+    """A plan, and the bytes that an iteration by it is predicted to take, or took when it was tried.
+
+    On a GPU `ceiling` are the bytes that the allocator may hold for it.
+    """
 
     plan: MemoryPlan
     peak: int
+    ceiling: int | None = None
 
 
 class Checked(NamedTuple):
@@ -114,7 +118,7 @@ class LocalIteration:
             return self._first_that_passes(budget)
         aimed = budget
         while True:
-            plan, peak = self.cheapest(aimed)
+            plan, peak, _ = self.cheapest(aimed)
             measured = self.measured(plan)
             if measured <= budget and (aimed < budget or measured <= peak * (1 + TOLERANCE)):
                 return Checked(plan, peak, measured, aimed)
@@ -253,11 +257,7 @@ class LocalIteration:
         return labels, descent
 
     def _held(self, descent: Descent) -> Iterable[Tensor]:
-        part = self.part
-        tensors = part.chain.tensors
-        names = (*part.chain.shared(part.first, part.last), *part.chain.local(part.first, part.last))
-        head = [] if part.head is None else list(part.head.parameters())
-        return [*(tensors[name] for name in names), *head, *descent.held]
+        return [*self.part.tensors, *descent.held]
 
     def _ascent(self, size: int) -> Ascent:
         threat = self.threat and replace(self.threat, steps=ATTACK_STEPS)
@@ -297,12 +297,11 @@ class LocalIteration:
         raise self._nothing_fits(budget)
 
     def _nothing_fits(self, budget: int) -> BudgetError:
-        part = self.part
-        names = ", ".join(layer for atom in part.chain.atoms[part.first : part.last] for layer in atom.layers)
         return BudgetError(
-            f"{names} cannot be trained within {format_size(budget)} with a batch of {self.training.batch}: the most "
-            f"economical plan is predicted to take {format_size(self.least(rounded=True), 2)}. Give more memory, a "
-            "smaller train.batch, or modules of fewer atoms (a lower memory.budget)"
+            f"{self.part.layers} cannot be trained within {format_size(budget)} with a batch of "
+            f"{self.training.batch}: the most economical plan is predicted to take "
+            f"{format_size(self.least(rounded=True), 2)}. Give more memory, a smaller train.batch, "
+            "or modules of fewer atoms (a lower memory.budget)"
         )
 
 

@@ -76,7 +76,7 @@ def descend(task: Train | Distill, part: ModelPart, samples: int, loss_of: Calla
             return value
         loss.backward(descent)
         total += value
-        del loss  # with the batch it is about, before the next one is attacked
+        del loss  # it may hold its batch, which would be there beside the next one
     return total / hyper.iterations
 
 

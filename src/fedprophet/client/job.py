@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fedprophet.cascade.narrow import slice_state
 from fedprophet.cascade.norms import statistics_names
+from fedprophet.client.limits import NO_TERMS, Terms
 from fedprophet.client.measure import evaluated_positions
 from fedprophet.client.statistics import ADVERSARIAL
 from fedprophet.client.subnetwork import NarrowLayers
@@ -144,7 +145,12 @@ class Job(Generic[T_co]):
             self.layers.put(task.architecture, task.client, task.round, {**self.own, **layers}, task.timeline)
 
     def trained(
-        self: "Job[Train]", loss: float, parameters: Mapping[str, Tensor], local: Mapping[str, Tensor], finite: bool
+        self: "Job[Train]",
+        loss: float,
+        parameters: Mapping[str, Tensor],
+        local: Mapping[str, Tensor],
+        finite: bool,
+        terms: Terms = NO_TERMS,
     ) -> Trained:
         """Store what the client trained of its own layers, and return what goes to the server.
 
@@ -161,6 +167,8 @@ class Job(Generic[T_co]):
             samples=len(self.client.data.train),
             parameters=parameters,
             local=local if self.task.wants_local else {},
+            plan=str(terms),
+            peak=terms.peak,
         )
 
     def evaluated(self: "Job[Evaluate]", clean: int, adversarial: int, broken: Mapping[str, int]) -> Evaluated:

@@ -9,6 +9,7 @@ from torch import Tensor
 from fedprophet.attacks import ATTACKS
 from fedprophet.attacks.pgd import pgd
 from fedprophet.client.part import ModelPart
+from fedprophet.client.trainer import Inputs
 from fedprophet.data.dataset import LocalExamples
 from fedprophet.messages.tasks import Evaluate, Measure
 from fedprophet.randomness import generator, key
@@ -57,11 +58,12 @@ def evaluated_positions(task: Evaluate, available: int) -> Tensor:
     return chosen[first:last]
 
 
-def perturbation_magnitude(task: Measure, part: ModelPart, inputs: Tensor) -> float:
+def perturbation_magnitude(task: Measure, part: ModelPart, inputs: Inputs) -> float:
     """Return the mean over samples of max ‖Δz_m‖₂, by an attack that maximises ‖Δz_m‖ itself (for Eq. 11)."""
     total = 0.0
     with part.still():
-        for number, x in enumerate(torch.split(inputs, task.batch)):
+        for number, start in enumerate(range(0, len(inputs), task.batch)):
+            x = inputs[start : start + task.batch]
             with torch.no_grad():
                 clean = part.features(x)
             draw = generator(task.seed, "measuring attack", task.round, task.client, number)

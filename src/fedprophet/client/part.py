@@ -13,6 +13,7 @@ from fedprophet.cascade.heads import Head
 from fedprophet.cascade.norms import norm_modules
 from fedprophet.cascade.trace import flags
 from fedprophet.data.dataset import LocalExamples
+from fedprophet.storage.mapped import empty_in_file
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,30 @@ class ModelPart:
         with torch.no_grad(), self.still():
             batches = torch.split(torch.arange(len(examples)), batch)
             return torch.cat([self.features(self.take(examples.fetch(positions))) for positions in batches])
+
+    @property
+    def layers(self) -> str:
+        """The layers of its atoms, as people call them."""
+        return ", ".join(layer for atom in self.chain.atoms[self.first : self.last] for layer in atom.layers)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What it consists of: parameters and statistics of its atoms, and the head's parameters."""
+        tensors, span = self.chain.tensors, (self.first, self.last)
+        own = [tensors[name] for name in (*self.chain.shared(*span), *self.chain.local(*span))]
+        return own if self.head is None else [*own, *self.head.parameters()]
+
+    def run_into_file(self, examples: LocalExamples, batch: int) -> Tensor:
+        """Return z_m of every sample as `run_over` does, in a file instead of in memory, on the CPU."""
+        samples = len(examples)
+        with torch.no_grad(), self.still():
+            found = self.features(self.take(examples.fetch(torch.arange(min(batch, samples)))))
+            kept = empty_in_file((samples, *found.shape[1:]), found.dtype)
+            kept[:batch] = found
+            for start in range(batch, samples, batch):
+                some = torch.arange(start, min(start + batch, samples))
+                kept[start : start + batch] = self.features(self.take(examples.fetch(some)))
+        return kept
 
     def parameters(self) -> list[nn.Parameter]:
         """Return what training changes: the atoms' parameters, norm layers included, and the head's."""

@@ -13,12 +13,13 @@ from torch import Tensor
 from fedprophet.cascade.heads import build_head
 from fedprophet.client.distill import distill
 from fedprophet.client.job import Client, Job
+from fedprophet.client.limits import limited
 from fedprophet.client.measure import evaluate, perturbation_magnitude
 from fedprophet.client.part import ModelPart
 from fedprophet.client.refresh import fresh_statistics
 from fedprophet.client.statistics import TwoSets
 from fedprophet.client.subnetwork import narrowed
-from fedprophet.client.trainer import train
+from fedprophet.client.trainer import FetchedInputs, Inputs, train
 from fedprophet.client.workspace import Workspace
 from fedprophet.messages.answers import (
     Adopted,
@@ -78,12 +79,15 @@ def _train(task: Train, job: Job[Train]) -> Trained:
     inputs, labels = _inputs(job, workspace), job.client.data.train.labels.to(workspace.device)
     part = _part(job, workspace, task.first, inputs[:1])
     sets = TwoSets(chain, job.known) if job.two_statistics else None
-    loss = train(task, part, inputs, labels, sets.observe if sets else None)
+    observe, beside = (sets.observe, tuple(sets.aside)) if sets else (None, ())
+    with limited(task, part, inputs, beside, workspace.planner) as terms:
+        loss = train(task, part, inputs, labels, observe, terms.plan)
     trained = workspace.values(chain.shared(task.first, task.last))
     if part.head is not None:
         trained |= {f"heads.{task.head}.{name}": p.detach().clone() for name, p in part.head.named_parameters()}
     local = workspace.values(chain.local(task.first, task.last)) | (sets.both() if sets else {})
-    return job.trained(loss, trained, local, finite=_finite(trained) and _finite(local))
+    finite = _finite(trained) and _finite(local)
+    return job.trained(loss, trained, local, finite, terms)
 
 
 @_run.register
@@ -144,13 +148,25 @@ def _loaded(job: Job[ModelTask]) -> Workspace:
     return workspace
 
 
-def _inputs(job: Job[ModelTask], workspace: Workspace) -> Tensor:
+def _inputs(job: Job[ModelTask], workspace: Workspace) -> Inputs:
     """Return what atom `first` reads for each training sample: images, or the cached features of the frozen prefix."""
     examples = job.client.data.train
     prefix = workspace.part(0, job.task.first)
+    if workspace.frugal:
+        return _fetched(job, workspace, prefix)
     if not job.task.frozen:
         return prefix.take(examples.fetch(torch.arange(len(examples))))
     return prefix.take(workspace.features.get(job.features_key, lambda: prefix.run_over(examples, job.task.batch)))
+
+
+def _fetched(job: Job[ModelTask], workspace: Workspace, prefix: ModelPart) -> Inputs:
+    """Return the same as something that holds none of them: images are read one batch at a time, features in files."""
+    examples, device = job.client.data.train, workspace.device
+    # Where training is limited on a GPU, the chain is not all on it, and could not say what device it is on.
+    if not job.task.frozen:
+        return FetchedInputs(len(examples), lambda positions: examples.fetch(positions).to(device))
+    features = workspace.features.get(job.features_key, lambda: prefix.run_into_file(examples, job.task.batch))
+    return FetchedInputs(len(examples), lambda positions: features[positions].to(device))
 
 
 def _part(job: Job[Train] | Job[Evaluate] | Job[Refresh], workspace: Workspace, first: int, probe: Tensor) -> ModelPart:

@@ -1,12 +1,14 @@
 """Two sets of norm statistics that share one affine transformation: for clean and for attacked inputs (FedRBN)."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from fedprophet.cascade.atoms import Chain
 from fedprophet.cascade.norms import COUNTER, STATISTICS, statistics_names
+from fedprophet.client.atomwise import features_in_pieces
+from fedprophet.client.memory_plan import MemoryPlan, Step
 from fedprophet.client.part import ModelPart
 
 ADVERSARIAL = "adversarial."
@@ -32,13 +34,24 @@ class TwoSets:
         self._aside = self._live()
         chain.load({name: own[ADVERSARIAL + name] for name in self._names if ADVERSARIAL + name in own})
 
-    def observe(self, part: ModelPart, x: Tensor) -> None:
-        """Update the clean statistics on a clean batch; a single sample has no batch statistics."""
+    @property
+    def aside(self) -> Iterable[Tensor]:
+        """What is held beside the chain: the clean statistics."""
+        return self._aside.values()
+
+    def observe(self, part: ModelPart, x: Tensor, plan: MemoryPlan) -> None:
+        """Update the clean statistics on a clean batch, cut up as the plan cuts up the step.
+
+        A single sample has no batch statistics.
+        """
         if len(x) < 2:
             return
         self._swap()
         with torch.no_grad(), part.mode(training=True):
-            part.features(x)
+            if plan.step is Step.PIECES:
+                features_in_pieces(part, x, plan.piece)
+            else:
+                part.features(x)
         self._swap()
 
     def both(self) -> dict[str, Tensor]:

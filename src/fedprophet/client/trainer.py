@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,12 +20,33 @@ from fedprophet.randomness import generator, key, seed_global
 from fedprophet.threat import ThreatModel
 
 
+class Inputs(Protocol):
+    """What a part reads for each sample: a tensor of them all, or what fetches those that are asked for."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, positions: Tensor | slice, /) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class FetchedInputs:
+    """Inputs that are fetched when they are asked for, by their positions."""
+
+    samples: int
+    fetch: Callable[[Tensor], Tensor]
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, positions: Tensor | slice, /) -> Tensor:
+        return self.fetch(torch.arange(self.samples)[positions])
+
+
 def train(
     task: Train,
     part: ModelPart,
-    inputs: Tensor,
+    inputs: Inputs,
     labels: Tensor,
-    observe: Callable[[ModelPart, Tensor], None] | None = None,
+    observe: Callable[[ModelPart, Tensor, MemoryPlan], None] | None = None,
     plan: MemoryPlan = PLAIN,
 ) -> float:
     """Train the part in place on its inputs (images, or cached z_{m−1}); return the mean loss of the iterations.
@@ -36,7 +59,7 @@ def train(
 
     def loss_of(iteration: int, batch: Tensor) -> Loss:
         if observe is not None and not task.training.fixed_statistics:
-            observe(part, inputs[batch])
+            observe(part, inputs[batch], plan)
         x = perturb(task, part, inputs[batch], labels[batch], iteration, plan, ascend)
         seed_global(key(task.seed, "dropout", task.round, task.client, iteration))
         return ascend.step(lambda: training_loss(task.training, part, x, labels[batch], plan))

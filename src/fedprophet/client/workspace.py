@@ -13,9 +13,11 @@ from fedprophet.cascade.channels import Channels, channels_of
 from fedprophet.cascade.heads import Head
 from fedprophet.client.features import FeatureCache
 from fedprophet.client.part import ModelPart
+from fedprophet.client.planning import Planner
 from fedprophet.messages.modules import ModuleStore
 from fedprophet.messages.tasks import ModelTask
 from fedprophet.messages.values import Timeline
+from fedprophet.storage.mapped import copied_to_file
 
 Plan = Callable[[Chain], Chain]
 """Returns a chain that computes the same as the one given, in another way."""
@@ -43,7 +45,8 @@ class Workspace:
     `input_shape` is that of one image. `initial` are the local layers of a client that has not trained yet. `loaded`
     remembers which frozen module each atom holds, so that a frozen prefix is not copied again for every task.
 
-    An engine may bring a plan of its own: the same model, computed in another way.
+    An engine may bring a plan of its own: the same model, computed in another way. Where memory is limited (`frugal`),
+    only what is in training is in memory: the model and features lie in files, and images are fetched batch by batch.
     """
 
     chain: Chain
@@ -52,6 +55,8 @@ class Workspace:
     modules: ModuleStore
     layers: LocalLayers
     features: FeatureCache
+    frugal: bool = False
+    planner: Planner = field(default_factory=Planner)
     initial: Mapping[str, Tensor] = field(init=False)
     loaded: dict[int, str | None] = field(init=False, default_factory=dict)
     plan: Plan = field(init=False, default=as_written)
@@ -68,6 +73,11 @@ class Workspace:
     def part(self, first: int, last: int, head: Head | None = None, prior: Tensor | None = None) -> ModelPart:
         """Return the part of the chain that a task runs; `prior` is what the client adds to class scores."""
         return ModelPart(self._planned, first, last, head, None if prior is None else prior.to(self.device))
+
+    def move_to_files(self) -> None:
+        """Keep the model's tensors in files that are this process's own: those of a parent would be shared with it."""
+        for tensor in self.chain.tensors.values():
+            tensor.data = copied_to_file(tensor.data)
 
     @property
     def device(self) -> torch.device:

@@ -27,6 +27,7 @@ RENAMED: Mapping[str, Renamed] = {
     "flower.minimum": Renamed("aggregate.minimum", 1),
     "aggregate.clip": Renamed("clip.norm", 0.0),
     "aggregate.trim": Renamed("trimmed_mean.trim", 0.2),
+    "budget.enforce": Renamed("memory.enforce", False),
     "data.size": Renamed("data.options.size", 0, drop=True),
     "data.test_per_class": Renamed("data.options.test_per_class", 0, drop=True),
     "data.cache": Renamed("data.options.cache", "", drop=True),
@@ -42,6 +43,8 @@ def with_new_names(data: Mapping[str, Any]) -> dict[str, Any]:
         section, _, key = old.partition(".")
         if isinstance(result.get(section), dict) and key in result[section]:
             path, value = renamed_path((section, key), result[section].pop(key))
+            if not result[section]:
+                del result[section]  # a table that had nothing but this key may have no name any more
             if value is not ABSENT and assign(result, path, value) is not ABSENT:
                 raise ConfigError(f"{old} is now called {'.'.join(path)}, and both are set: remove {old}")
     return result

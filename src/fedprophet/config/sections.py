@@ -45,6 +45,11 @@ class MemorySettings(Section):
         description="What FedProphet's modules and their assignment are counted by: the paper's model of memory, or "
         "the memory that the most economical way to train them is predicted to take on a CPU.",
     )
+    enforce: bool = Field(
+        default=False,
+        description="Whether clients train within the memory they have available, at least the budget: by a plan that "
+        "takes less where it is needed. A client that takes more ends the run.",
+    )
 
 
 class TrainSettings(Section):

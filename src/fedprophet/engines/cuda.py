@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from fedprophet.cascade.allocator import spare_memory
 from fedprophet.client.captured import record
 from fedprophet.engines.plain import make_plain
 from fedprophet.engines.registry import EngineParts, engine
@@ -21,6 +22,8 @@ PRECISIONS = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 @engine("cuda", "groups of clients at once on an NVIDIA GPU", settings=("precision",))
 def make_cuda(parts: EngineParts) -> StackedEngine:
     """Make the engine on the first GPU. The plain path, for what cannot be fused, runs there as well."""
+    if parts.config.memory.enforce:
+        spare_memory()
     backend = cuda_backend(PRECISIONS[parts.config.precision])
     for workspace in parts.workspaces.values():
         workspace.chain.model.to(backend.device)  # what tasks bring is copied there when it is loaded

@@ -166,12 +166,17 @@ def _work(
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     set_threads(1)
-    _keep_memory()
     features, layers = next(iter(plain.workspaces.values())).features.share(workers), _TaskLayers()
     for workspace in plain.workspaces.values():
         workspace.features, workspace.layers = features, layers
-        workspace.run_by(fast_plan)
-    rows = RowAttacks(plain.workspaces, ROW_BYTES)
+        if workspace.frugal:
+            workspace.move_to_files()
+        else:
+            workspace.run_by(fast_plan)
+    frugal = any(workspace.frugal for workspace in plain.workspaces.values())
+    if not frugal:
+        _keep_memory()
+    rows = RowAttacks(plain.workspaces, plain.reserve if frugal else ROW_BYTES)
     channel, jobs = Channel(connection), SimpleQueue[WorkerJob]()
     threading.Thread(target=_listen, args=(channel, jobs, features), daemon=True).start()
     while True:

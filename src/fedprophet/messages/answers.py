@@ -46,13 +46,16 @@ class Adopted(Answer, kind="adopt"):
 class Trained(Answer, kind="train"):
     """The trained parameters, the mean loss of the iterations, and on how many samples.
 
-    A loss that is not finite says that training diverged, also where only the client's own layers did.
+    A loss that is not finite says that training diverged, also where only the client's own layers did. If the task has
+    a limit of memory, `plan` says in words how the client kept within it, and `peak` how many bytes it took.
     """
 
     loss: float
     samples: int
     parameters: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     local: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    plan: str = ""
+    peak: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

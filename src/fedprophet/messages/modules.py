@@ -1,7 +1,7 @@
 """Frozen modules by the hash of their shared parameters, so that each travels once and is checked when it arrives."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
@@ -17,15 +17,20 @@ def digest(parameters: Mapping[str, Tensor]) -> str:
 
 
 class ModuleStore:
-    """Shared parameters of frozen modules. The server adds them; engines bring them to their clients."""
+    """Shared parameters of frozen modules. The server adds them; engines bring them to their clients.
 
-    def __init__(self) -> None:
+    `kept` returns what is kept of a tensor: itself, or a copy of it elsewhere.
+    """
+
+    def __init__(self, kept: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> None:
+        self._kept = kept
         self._modules: dict[str, Mapping[str, Tensor]] = {}
 
     def add(self, parameters: Mapping[str, Tensor]) -> str:
         """Keep a frozen module and return its digest."""
         name = digest(parameters)
-        self._modules.setdefault(name, dict(parameters))
+        if name not in self._modules:
+            self._modules[name] = {key: self._kept(value) for key, value in parameters.items()}
         return name
 
     def __contains__(self, name: str) -> bool:

@@ -86,9 +86,10 @@ class Train(ModelTask, kind="train"):
 
     `kept_channels` are the channels of a sub-network, by group (see `cascade.channels`): where there are any, the model
     and `parameters` have these alone. With `adversarial_statistics` the norm layers use a second set of statistics,
-    reserved for attacked inputs. `wants_local` asks for the client's own layers as well. With `calibration` above 0 the
-    logarithm of the client's label frequencies is added to the class scores, in the loss and in the attack; each label
-    is counted as if there were that many more samples of it.
+    reserved for attacked inputs. `memory` is how many bytes the training may take (0: as many as it does); the client
+    finds a way to compute that keeps within them. `wants_local` asks for the client's own layers as well. With
+    `calibration` above 0 the logarithm of the client's label frequencies is added to the class scores, in the loss and
+    in the attack; each label is counted as if there were that many more samples of it.
     """
 
     training: LocalTraining
@@ -97,6 +98,7 @@ class Train(ModelTask, kind="train"):
     wants_local: bool = False
     adversarial_statistics: bool = False
     kept_channels: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    memory: int = 0
 
     @property
     def layers_before(self) -> int:

@@ -1,13 +1,13 @@
 """What a method is: a state, and a round that asks clients and returns the next state."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypedDict, TypeVar
 
 from fedprophet.cascade.norms import hidden_norm_layers
-from fedprophet.errors import ConfigError
-from fedprophet.messages.answers import Evaluated, Reported
+from fedprophet.errors import BudgetError, ConfigError
+from fedprophet.messages.answers import Evaluated, Reported, Trained
 from fedprophet.messages.codec import LATER
 from fedprophet.messages.tasks import Evaluate, Report, Train
 from fedprophet.messages.values import FrozenModule, Resources, Timeline
@@ -17,10 +17,12 @@ from fedprophet.server.accuracy import Accuracy, note_accuracy
 from fedprophet.server.aggregate import Usable, layers_fault
 from fedprophet.server.convergence import Best
 from fedprophet.server.coordinator import Conversation, Record, ask
+from fedprophet.server.plans import note_plans
 from fedprophet.server.rejections import reject
 from fedprophet.server.resources import available_resources
 from fedprophet.server.rules.registry import Parameters
 from fedprophet.server.weights import believed
+from fedprophet.sizes import format_size
 from fedprophet.threat import ThreatModel
 
 SHARED_LAYERS = "joined in every round like all parameters"
@@ -106,6 +108,8 @@ class Method(ABC, Generic[S]):
     norm_layers = "{averaged}"
     client_norm_layers = "each client's own"
     shown: Shown | None = None
+    less_memory = "Give a larger memory.budget or a smaller train.batch, or use fedprophet, which trains modules"
+    """What to do where the poorest client has too little memory."""
     refreshes_own = False
     """Whether clients' own statistics are measured anew as well when those of the exported model are."""
 
@@ -220,6 +224,29 @@ class Method(ABC, Generic[S]):
         # One after the other: all of them may not fit into memory.
         believable = believed(filter(sound, answers), aggregator.sizes, record)
         return aggregator.join(initial, ((answer.weight, answer.local) for answer in believable))
+
+    def ask_training(
+        self, tasks: Sequence[Train], available: Mapping[int, Resources], record: Record
+    ) -> Conversation[list[Trained]]:
+        """Let clients train, each within the memory it has where that is limited, and note how they did it."""
+        limits = {task.client: self.world.limit(available[task.client]) for task in tasks}
+        updates = yield from ask([replace(task, memory=limits[task.client]) for task in tasks], Trained)
+        return note_plans(updates, limits, record) if self.world.enforces else updates
+
+    def poorest(self) -> Iterator[tuple[str, int]]:
+        """Yield what is asked of a client that has no more than R_min: its name, and the memory that it needs."""
+        yield "the whole model", self.world.needs.total_memory
+
+    def check_memory(self) -> None:
+        """Refuse a budget in which the poorest client cannot train, where memory is limited."""
+        world = self.world
+        for name, needed in self.poorest() if world.enforces else ():
+            if needed > world.budget:
+                raise BudgetError(
+                    f"memory.enforce: {name} cannot be trained within memory.budget = {world.config.memory.budget} "
+                    f"({format_size(world.budget, 2)}): the most economical plan needs {format_size(needed, 2)}. "
+                    f"{self.less_memory}"
+                )
 
     def ask_accuracy(self, state: S, record: Record) -> Conversation[Accuracy | None]:
         """Let clients evaluate the model and return their accuracy; None where none of them did."""

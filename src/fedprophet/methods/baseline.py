@@ -10,13 +10,12 @@ from typing import Any, TypeVar
 
 from fedprophet.cascade.cost import ChainCost
 from fedprophet.fleet.clock import training_times
-from fedprophet.messages.answers import Trained
 from fedprophet.messages.tasks import Evaluate, Train
 from fedprophet.messages.values import Resources
 from fedprophet.methods.base import Method, MethodState, ModelFields
 from fedprophet.server.aggregate import Usable
 from fedprophet.server.convergence import Best, better, score
-from fedprophet.server.coordinator import Conversation, Record, ask
+from fedprophet.server.coordinator import Conversation, Record
 from fedprophet.threat import ThreatModel
 
 ROBUSTNESS_WEIGHT = 1.5
@@ -57,7 +56,7 @@ class Baseline(Method[S]):
         }
         available = yield from self.ask_resources(state, record)
         tasks = self.assign(state, available, record)
-        updates = yield from ask(tasks, Trained)
+        updates = yield from self.ask_training(tasks, available, record)
         record["times"] = training_times(tasks, updates, available, self.cost)
         usable = self.world.aggregator.usable(tasks, updates, record, self.expected_layers)
         if usable:
@@ -77,7 +76,7 @@ class Baseline(Method[S]):
 
     def cost(self, task: Train) -> ChainCost:
         """Return the cost of the model that a task trains."""
-        return self.world.cost
+        return self.world.needs
 
     def join(self, state: S, usable: Usable, record: Record) -> Conversation[S]:
         """Join what came back and can be used, perhaps with further tasks."""

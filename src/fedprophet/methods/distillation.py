@@ -7,7 +7,7 @@ depend on them.
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
@@ -23,7 +23,7 @@ from fedprophet.messages.tasks import Distill, Predict, Train
 from fedprophet.messages.values import BACKBONE, SERVER, LocalTraining, Resources
 from fedprophet.methods.base import Shown
 from fedprophet.methods.baseline import Baseline, BaselineState
-from fedprophet.methods.world import named
+from fedprophet.methods.world import World, named
 from fedprophet.server.aggregate import Usable, all_finite
 from fedprophet.server.coordinator import Conversation, Record, ask
 from fedprophet.server.rejections import reject
@@ -107,6 +107,10 @@ class Distillation(Baseline[DistillationState]):
     norm_layers = "those that the server's model was distilled with"
     client_norm_layers = norm_layers
 
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self._costs = {name: world.needed(member.cost, member.chain) for name, member in world.family.items()}
+
     def initial(self) -> DistillationState:
         """Return every architecture as it starts, norm layers included."""
         models = {
@@ -117,7 +121,7 @@ class Distillation(Baseline[DistillationState]):
 
     def architecture(self, resources: Resources) -> str:
         """Return the largest architecture that fits a client's memory, or else the smallest there is."""
-        costs = {name: architecture.cost.total_memory for name, architecture in self.world.family.items()}
+        costs = {name: cost.total_memory for name, cost in self._costs.items()}
         fitting = [name for name, memory in costs.items() if memory <= resources.memory]
         return max(fitting or [min(costs, key=costs.__getitem__)], key=costs.__getitem__)
 
@@ -136,7 +140,12 @@ class Distillation(Baseline[DistillationState]):
         return tasks
 
     def cost(self, task: Train) -> ChainCost:
-        return self.world.family[task.architecture].cost
+        return self._costs[task.architecture]
+
+    def poorest(self) -> Iterator[tuple[str, int]]:
+        """Yield the smallest model of the family."""
+        name = min(self._costs, key=lambda name: self._costs[name].total_memory)
+        yield self._model_name(name), self._costs[name].total_memory
 
     def average(self, state: DistillationState, usable: Usable) -> dict[str, Parameters]:
         """Average the clients' models, norm layers included, architecture by architecture."""

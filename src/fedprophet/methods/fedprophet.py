@@ -96,12 +96,23 @@ class FedProphet(Method[CascadeState]):
     """Train module after module, each under the attack that the frozen modules before it let through."""
 
     state = CascadeState
+    less_memory = (
+        'Set memory.model = "measured", which cuts modules by what they take, or give a larger memory.budget or a '
+        "smaller train.batch"
+    )
 
     def initial(self) -> CascadeState:
         model, heads, layers = self.world.initial_model(), initial_heads(self.world), self.world.starting_layers()
         return CascadeState(
             model=model, best_model=model, heads=heads, best_heads=heads, starting=layers, best_starting=layers
         )
+
+    def poorest(self) -> Iterator[tuple[str, int]]:
+        """Yield every module: each is trained by all clients at some time."""
+        atoms = self.world.cost.atoms
+        for module in self.world.modules:
+            layers = ", ".join(layer for atom in atoms[module.first : module.last] for layer in atom.layers)
+            yield f"module {module.index + 1} ({layers})", self.world.needs.memory(module.first, module.last)
 
     def trained(self, state: CascadeState) -> bool:
         """Whether every module is fixed."""
@@ -156,11 +167,11 @@ class FedProphet(Method[CascadeState]):
         available = yield from self.ask_resources(state, record)
         assigned = dict.fromkeys(available, state.stage)
         if world.config.of(AssignmentSettings).enabled:
-            assigned = assign(world.cost, world.modules, state.stage, available)
+            assigned = assign(world.needs, world.modules, state.stage, available)
         tasks = [self._train_task(state, client, last) for client, last in assigned.items()]
         record["assigned"] = {str(client): last + 1 for client, last in assigned.items()}
-        updates = yield from ask(tasks, Trained)
-        record["times"] = training_times(tasks, updates, available, lambda task: world.cost)
+        updates = yield from self.ask_training(tasks, available, record)
+        record["times"] = training_times(tasks, updates, available, lambda task: world.needs)
         usable = world.aggregator.usable(tasks, updates, record, self.expected_layers)
         if not usable:
             return replace(state, failures=state.failures + 1)

@@ -10,7 +10,7 @@ round's attacked clients A, weighted by how similar their clean statistics (μ, 
 Clean images are judged with the clean statistics and attacked ones with the adversarial statistics.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from pydantic import Field
 
 from fedprophet.cascade.norms import statistics_names
+from fedprophet.client.planning import PlannedCost
 from fedprophet.client.statistics import ADVERSARIAL, under_attack
 from fedprophet.errors import ConfigError, ModelError
 from fedprophet.fleet.clock import add_adoption
@@ -99,10 +100,15 @@ class FedRBN(Baseline[BaselineState]):
         tasks = []
         for client, resources in available.items():
             task = replace(self.train_task(state, client), wants_local=True)
-            attacks = task.threat is not None and resources.memory >= self.world.cost.total_memory
+            attacks = task.threat is not None and resources.memory >= self.world.needs.total_memory
             tasks.append(replace(task, threat=task.threat if attacks else None, adversarial_statistics=attacks))
         record["attacked"] = [task.client for task in tasks if task.threat is not None]
         return tasks
+
+    def poorest(self) -> Iterator[tuple[str, int]]:
+        """Yield the whole model without an attack, which is what clients of little memory train."""
+        needs = self.world.needs
+        yield "the whole model", needs.clean_memory if isinstance(needs, PlannedCost) else needs.total_memory
 
     def join(self, state: BaselineState, usable: Usable, record: Record) -> Conversation[BaselineState]:
         """Average the models, then send adversarial statistics to the clients that trained without attack."""

@@ -31,6 +31,8 @@ from fedprophet.server.rules.registry import Join, Parameters
 
 Part = tuple[float, Kept, Parameters]
 """A client's weight, the channels that it kept, and its tensors of them."""
+NARROWER = 0.9
+"""By how much a sub-network is made narrower until it fits."""
 COSTS_KEPT = 1024
 """Costs of sub-networks that are remembered: clients' widths come back."""
 
@@ -61,8 +63,7 @@ class PartialTraining(Baseline[BaselineState]):
 
     def assign(self, state: BaselineState, available: Mapping[int, Resources], record: Record) -> list[Train]:
         """Cut a sub-network for each client."""
-        whole = self.world.cost.total_memory
-        widths = {client: min(resources.memory / whole, 1.0) for client, resources in available.items()}
+        widths = {client: self._width(resources.memory) for client, resources in available.items()}
         record["widths"] = {str(client): r for client, r in widths.items()}
         tasks = []
         for client, r in widths.items():
@@ -70,6 +71,29 @@ class PartialTraining(Baseline[BaselineState]):
             parameters = slice_state(self.channels, kept, state.model)
             tasks.append(replace(self.train_task(state, client), kept_channels=kept, parameters=parameters))
         return tasks
+
+    def poorest(self) -> Iterator[tuple[str, int]]:
+        """Yield the sub-network of a client that has no more than R_min."""
+        width = self._width(self.world.budget)
+        yield f"a sub-network of width {width:.2g}", self._cost_of_widths(self._channels_at(width)).total_memory
+
+    def _width(self, memory: int) -> float:
+        """Return the width for a client's memory; where that is limited, one by whose plan it suffices.
+
+        What a sub-network needs is not in proportion to its width.
+        """
+        width = min(memory / self.world.needs.total_memory, 1.0)
+        if not self.world.enforces:
+            return width
+        while self._cost_of_widths(self._channels_at(width)).total_memory > max(memory, self.world.budget):
+            if max(self._channels_at(width)) == 1:
+                break
+            width *= NARROWER
+        return width
+
+    def _channels_at(self, width: float) -> tuple[int, ...]:
+        """Return how many channels of each group a sub-network of a width has."""
+        return tuple(len(kept) for kept in kept_channels(self.channels, width, first_channels).values())
 
     def cost(self, task: Train) -> ChainCost:
         """Return the cost of a network that really has the kept channels alone."""
@@ -117,7 +141,10 @@ class PartialTraining(Baseline[BaselineState]):
         whole, groups = self.world.cost, self.channels.groups
         kept: dict[str, Tensor] = {g: first_channels(groups[g], n) for g, n in zip(groups, widths, strict=True)}
         chain = narrow_chain(self.world.chain, self.channels, kept)
-        return cost_of(chain, whole.input[1:], whole.batch, whole.classes, whole.copies)
+        counted = cost_of(chain, whole.input[1:], whole.batch, whole.classes, whole.copies)
+        if self.world.enforces:
+            chain.model.to("meta")  # a prediction needs no values, and many of them are kept
+        return self.world.needed(counted, chain)
 
 
 class _Spread(Mapping[str, Tensor]):

@@ -1,8 +1,8 @@
 """What a method is given: the configuration, the model as a chain cut into modules, and the clients."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 
 from torch import Tensor
 
@@ -10,9 +10,10 @@ from fedprophet.cascade.atoms import Chain
 from fedprophet.cascade.cost import ChainCost
 from fedprophet.cascade.norms import statistics_names
 from fedprophet.cascade.partition import Module
+from fedprophet.client.planning import PlannedCost
 from fedprophet.config.config import Config
 from fedprophet.messages.modules import ModuleStore
-from fedprophet.messages.values import SERVER, LocalTraining
+from fedprophet.messages.values import SERVER, LocalTraining, Resources
 from fedprophet.methods.sampling import ClientPool, ClientSampler
 from fedprophet.server.aggregate import Aggregator
 from fedprophet.server.convergence import StageRule
@@ -36,7 +37,7 @@ class World:
 
     `family` are the models that clients may train where a method lets them, from the smallest to the run's own model.
     `sizes` are those of the clients' shards, where the server knows them. `initial_layers` are the clients' own layers
-    before any training.
+    before any training. `budget` is R_min, in bytes.
     """
 
     config: Config
@@ -48,6 +49,7 @@ class World:
     family: Mapping[str, Architecture] = field(default_factory=dict)
     sizes: Sizes = no_sizes
     initial_layers: Parameters = field(default_factory=dict)
+    budget: int = 0
 
     @cached_property
     def clients(self) -> ClientSampler:
@@ -109,13 +111,49 @@ class World:
         """The attack under which norm statistics are measured anew; None on clean images."""
         return self.image_threat(self.config.attack.steps) if self.config.norm.refresh == "attacked" else None
 
+    @property
+    def enforces(self) -> bool:
+        """Whether clients train within a limit of memory."""
+        return self.config.memory.enforce
+
+    @cached_property
+    def needs(self) -> ChainCost:
+        """What training costs clients, whose memory it is compared with."""
+        return self.needed(self.cost, self.chain)
+
+    def needed(self, cost: ChainCost, chain: Chain) -> ChainCost:
+        """Return a chain's cost; where memory is limited, its memory is that of the most economical plan."""
+        if not self.enforces or isinstance(cost, PlannedCost):
+            return cost
+        return PlannedCost.of(cost, chain, local_training(self.config, stage_round=1))
+
+    def limit(self, resources: Resources) -> int:
+        """Return the bytes that a client may train in: what it has available, at least R_min; 0 is no limit."""
+        return max(self.budget, resources.memory) if self.enforces else 0
+
     def evaluation_batch(self, last: int) -> int:
         """Return the micro-batch with which the activations of atoms 0 … `last` − 1 stay within the budget."""
+        return self._evaluation_batches(last)
+
+    @cached_property
+    def _evaluation_batches(self) -> Callable[[int], int]:
+        """What `evaluation_batch` returns; a prediction takes its time, and the same one is asked for by every task."""
+        return cache(self._limited_batch if self.enforces else self._counted_batch)
+
+    def _counted_batch(self, last: int) -> int:
         if self.config.evaluate.batch:
             return self.config.evaluate.batch
         budget = max(module.memory for module in self.modules)
         activations = 4 * sum(atom.activations for atom in self.cost.atoms[:last])
         return max(1, min(self.cost.batch, self.cost.batch * budget // max(activations, 1)))
+
+    def _limited_batch(self, last: int) -> int:
+        """Return the same, halved until it fits by prediction: what an attack allocates is more than activations."""
+        batch, needs = self._counted_batch(last), self.needs
+        assert isinstance(needs, PlannedCost)
+        while batch > 1 and needs.attack_memory(last, batch) > self.budget:
+            batch //= 2
+        return batch
 
     def initial_model(self) -> Parameters:
         """Return the shared parameters that the run starts from."""

@@ -17,6 +17,7 @@ from fedprophet.cascade.partition import partition
 from fedprophet.client.budget import MeasuredCost
 from fedprophet.client.features import FeatureCache
 from fedprophet.client.layer_store import ClientStore
+from fedprophet.client.planning import PlannedCost
 from fedprophet.client.workspace import Workspace
 from fedprophet.config.config import Config
 from fedprophet.data.dataset import Dataset
@@ -37,6 +38,7 @@ from fedprophet.randomness import global_rng
 from fedprophet.server.coordinator import Engine, RemoteEngine
 from fedprophet.settings.values import CUSTOM
 from fedprophet.sizes import parse_budget
+from fedprophet.storage.mapped import copied_to_file
 
 CACHE_MEMORY = 2 * 10**9
 CACHE_DISK = 20 * 10**9
@@ -91,34 +93,39 @@ def assemble(
     resolved = config.model_copy(update={"threads": cores(config)})
     with threads_of(config), memory_for("the run was put together", LESS_MEMORY):
         dataset = load_dataset(config, dataset)
-        layers, features = ClientStore(clients, LAYERS_MEMORY), FeatureCache(CACHE_MEMORY, CACHE_DISK)
+        layers = ClientStore(clients, LAYERS_MEMORY)
+        # Where memory is limited, features are in files from the beginning, and none has to leave memory for the disk.
+        features = FeatureCache(CACHE_DISK, 0) if config.memory.enforce else FeatureCache(CACHE_MEMORY, CACHE_DISK)
         side = assemble_client(config, dataset, features, layers, model)
-        world, budget = _world(config, dataset, side)
-        made = engine(EngineParts(side.population, side.workspaces, budget, resolved, dataset, layers))
+        world = _world(config, dataset, side)
+        made = engine(EngineParts(side.population, side.workspaces, world.budget, resolved, dataset, layers))
         if not isinstance(made, RemoteEngine) or not made.remote:
             world = replace(world, sizes=side.population.samples)
+        method = METHODS[config.method].method(world)
+        method.check_memory()
         return Session(
             config=config,
             dataset=dataset,
             population=side.population,
             world=world,
-            method=METHODS[config.method].method(world),
+            method=method,
             engine=made,
             engine_name=chosen_engine(resolved),
             layers=layers,
             features=features,
             normalize=side.normalize,
-            budget=budget,
+            budget=world.budget,
             notes=side.notes,
         )
 
 
-def _world(config: Config, dataset: Dataset, side: "ClientSide") -> tuple[World, int]:
-    """Return the server's side of a run, and the memory budget in bytes."""
+def _world(config: Config, dataset: Dataset, side: "ClientSide") -> World:
+    """Return the server's side of a run."""
     own = side.workspaces[BACKBONE]
     cost = _cost(config, own.chain, dataset)
     if config.memory.model == "measured" and METHODS[config.method].cascade:
-        cost = MeasuredCost.of(cost, own.chain, local_training(config, stage_round=1))
+        measured = PlannedCost if config.memory.enforce else MeasuredCost
+        cost = measured.of(cost, own.chain, local_training(config, stage_round=1))
     budget = parse_budget(config.memory.budget, cost.total_memory)
     with _about(f"memory.budget = {config.memory.budget}"):
         modules = partition(cost, budget if METHODS[config.method].cascade else cost.total_memory)
@@ -126,8 +133,17 @@ def _world(config: Config, dataset: Dataset, side: "ClientSide") -> tuple[World,
         name: Architecture(chain, cost if chain is own.chain else _cost(config, chain, dataset))
         for name, chain in side.family.items()
     }
-    world = World(config, own.chain, cost, modules, side.population, own.modules, family, initial_layers=own.initial)
-    return world, budget
+    return World(
+        config,
+        own.chain,
+        cost,
+        modules,
+        side.population,
+        own.modules,
+        family,
+        initial_layers=own.initial,
+        budget=budget,
+    )
 
 
 class ClientSide(NamedTuple):
@@ -150,12 +166,15 @@ def assemble_client(
     started, normalize, notes = _start(config, dataset, model)
     chain = share_norm_layers(started, config.norm.layers)
     family, more = _family(config, dataset, chain, normalize) if method.distills else ({}, ())
-    frozen = ModuleStore()
+    frugal = config.memory.enforce
+    frozen = ModuleStore(copied_to_file) if frugal else ModuleStore()
     layers = ClientStore(None, LAYERS_MEMORY) if layers is None else layers
     workspaces = {
-        name: Workspace(member, dataset.shape, dataset.classes, frozen, layers, features)
+        name: Workspace(member, dataset.shape, dataset.classes, frozen, layers, features, frugal)
         for name, member in {BACKBONE: chain, **family}.items()
     }
+    for workspace in workspaces.values() if frugal else ():
+        workspace.move_to_files()
     return ClientSide(population, workspaces, family, normalize, (*notes, *more))
 
 

@@ -1,0 +1,163 @@
+"""A limit on the memory that training takes: it ends with an error rather than exceed it.
+
+On a CPU every operation is followed (`cascade.measure.LiveBytes`), and the first whose tensors are too many is the
+last. On a GPU the allocator itself is given the limit, and what is not in training leaves the device.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedprophet.cascade.allocator import allocator_limit, ran_out
+from fedprophet.cascade.measure import LiveBytes, bytes_of, cuda_base
+from fedprophet.client.budget import LocalIteration
+from fedprophet.client.memory_plan import PLAIN, MemoryPlan
+from fedprophet.client.part import ModelPart
+from fedprophet.client.planning import Planner
+from fedprophet.client.trainer import Inputs
+from fedprophet.errors import BudgetError
+from fedprophet.messages.tasks import Train
+from fedprophet.sizes import format_size
+
+Exceeded = Callable[[int | None], BudgetError]
+"""Returns the error for so many bytes; None where the allocator refused them."""
+
+
+@dataclass
+class Terms:
+    """How training is computed, to keep within its limit, and when it is over the bytes that it took at its peak.
+
+    On a GPU `ceiling` are the bytes that the allocator may hold: a little more, as what it keeps for later counts too.
+    """
+
+    plan: MemoryPlan = PLAIN
+    limit: int = 0
+    peak: int = 0
+    ceiling: int | None = None
+
+    def __str__(self) -> str:
+        """Return the plan in words; nothing where there is no limit."""
+        return str(self.plan) if self.limit else ""
+
+
+NO_TERMS = Terms()
+
+
+@contextmanager
+def limited(
+    task: Train, part: ModelPart, inputs: Inputs, beside: Sequence[Tensor], planner: Planner
+) -> Iterator[Terms]:
+    """Find how a part is trained within a task's limit, and hold a `with` block to it; BudgetError where it cannot.
+
+    `beside` is what is held for the training beside the part. The client's data, labels included, do not count.
+    """
+    if not task.memory:
+        yield NO_TERMS
+        return
+    whole = replace(part, prior=None)  # a prediction knows no values
+    iteration = LocalIteration(whole, tuple(inputs[:1].shape[1:]), task.training, task.threat)
+    who = f"client {task.client}, {name_of(task, part)}"
+    try:
+        planned = planner.cheapest(iteration, task.memory - _unpredicted(task, part, len(inputs), beside))
+    except BudgetError as error:
+        raise BudgetError(f"{who}: {error}") from None
+    terms = Terms(planned.plan, task.memory, ceiling=planned.ceiling)
+    with within(terms, part, beside, f"{who} ({part.layers}), trained by the plan {str(planned.plan)!r}"):
+        yield terms
+
+
+def _unpredicted(task: Train, part: ModelPart, samples: int, beside: Sequence[Tensor]) -> int:
+    """Return the bytes that training takes beside those of its prediction: a small part of them."""
+    # Samples have an order, and statistics are copied once more when they are swapped.
+    size = samples * torch.int64.itemsize + 2 * bytes_of(beside)
+    if part.prior is not None:
+        size += (1 + 2 * task.training.batch) * part.prior.nbytes  # it is added to the scores
+    if task.training.summed_heads and part.head is not None:
+        size += bytes_of(part.head.parameters())  # gradients, which stay
+    return size
+
+
+def name_of(task: Train, part: ModelPart) -> str:
+    """Return how people call what a task trains: by the numbers of modules, those before it being frozen."""
+    if part.first == 0 and part.last == len(part.chain):
+        return "the model"
+    first, last = len(task.frozen) + 1, "the last" if task.head is None else task.head + 1
+    return f"module {first}" if first == last else f"modules {first} to {last}"
+
+
+@contextmanager
+def within(terms: Terms, part: ModelPart, beside: Sequence[Tensor], what: str) -> Iterator[None]:
+    """Let a `with` block train a part within the limit; BudgetError where it takes more. The terms get its peak.
+
+    Bytes are counted from the part itself and what is held `beside` it on. `what` says who trains what, and how.
+    """
+
+    def exceeded(size: int | None) -> BudgetError:
+        took = "more than that" if size is None else format_size(size, 2)
+        return BudgetError(
+            f"{what}: it may take {format_size(terms.limit, 2)}, and took {took}. The plan was predicted to take less, "
+            "which is wrong for this model or machine: compare with fedprophet memory. A larger memory.budget or a "
+            "smaller train.batch helps"
+        )
+
+    device, held = part.chain.device, [*part.tensors, *beside]
+    if device.type == "cuda":
+        with _alone(part, device), _on_cuda(terms, device, held, exceeded):
+            yield
+    else:
+        with _Tracker(held, terms.limit, exceeded) as tracker:
+            yield
+        terms.peak = tracker.peak
+
+
+class _Tracker(LiveBytes):  # type: ignore[no-untyped-call]
+    """Counts the bytes that are alive, and raises an error when there are too many."""
+
+    def __init__(self, held: Iterable[Tensor], limit: int, exceeded: Exceeded) -> None:
+        super().__init__(held)
+        self._limit, self._exceeded = limit, exceeded
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.peak > self._limit:
+            raise self._exceeded(self.peak)
+        return result
+
+
+@contextmanager
+def _on_cuda(terms: Terms, device: torch.device, held: Sequence[Tensor], exceeded: Exceeded) -> Iterator[None]:
+    """Give the allocator of a GPU its limit, and look what it has allocated at its peak."""
+    own = bytes_of(tensor for tensor in held if tensor.device == device)
+    others = cuda_base(device) - own
+    torch.cuda.reset_peak_memory_stats(device)
+    try:
+        with allocator_limit(device, (terms.ceiling or terms.limit) - own):
+            yield
+            torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        if not ran_out(error):
+            raise
+        raise exceeded(None) from error
+    terms.peak = torch.cuda.max_memory_allocated(device) - others
+    if terms.peak > terms.limit:
+        raise exceeded(terms.peak)
+
+
+@contextmanager
+def _alone(part: ModelPart, device: torch.device) -> Iterator[None]:
+    """Keep the tensors of the chain that a part does not have in the machine's memory within a `with` block."""
+    own = {id(tensor) for tensor in part.tensors}
+    others = [tensor for tensor in part.chain.tensors.values() if id(tensor) not in own]
+    try:
+        for tensor in others:
+            tensor.data = tensor.data.cpu()
+        yield
+    finally:
+        for tensor in others:
+            tensor.data = tensor.data.to(device)

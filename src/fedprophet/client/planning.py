@@ -1,0 +1,125 @@
+"""Plans for a run whose memory is limited: a client's for what it trains, and what the server may ask for.
+
+What was predicted once is remembered.
+"""
+
+import math
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from fedprophet.cascade.measure import bytes_of
+from fedprophet.client.budget import LocalIteration, MeasuredCost, Planned, iteration_of
+from fedprophet.client.memory_plan import MemoryPlan
+
+
+class Planner:
+    """Chooses plans. A prediction takes its time, so another round or limit uses those that are known."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, int] = {}
+        self._tried: dict[Hashable, Planned] = {}
+
+    def cheapest(self, iteration: LocalIteration, limit: int) -> Planned:
+        """Return the cheapest plan that fits: by prediction or, on a GPU, by trial. BudgetError if none does."""
+        remembering = _Remembering(**_fields(iteration), known=self._known)
+        if iteration.part.chain.device.type != "cuda":
+            return remembering.cheapest(limit)
+        key = remembering.kind, (limit := _coarse(limit))
+        if key not in self._tried:
+            self._tried[key] = remembering.tried(limit)
+        return self._tried[key]
+
+
+@dataclass(frozen=True)
+class _Remembering(LocalIteration):
+    """A local iteration whose peaks are predicted only where they are not known yet."""
+
+    known: dict[Hashable, int] = field(kw_only=True)
+
+    @cached_property
+    def kind(self) -> Hashable:
+        """What a peak depends on: shapes, and which of the training's terms there are."""
+        part, threat = self.part, self.threat
+        shapes = tuple(tuple(tensor.shape) for tensor in part.tensors)
+        what = part.first, part.last, part.head is None, shapes, part.chain.device
+        attack = None if threat is None else (threat.norm, threat.harmless, *map(math.isinf, threat.bounds))
+        return what, self.input_shape, replace(self.training, iterations=1, learning_rate=0.0), attack
+
+    def tried(self, limit: int) -> Planned:
+        """Return the cheapest plan that keeps within a limit when it is tried; the part is then as it was."""
+        tensors = self.part.tensors
+        before = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+        try:
+            found = self.checked(limit)
+        finally:
+            with torch.no_grad():
+                for tensor, value in zip(tensors, before, strict=True):
+                    tensor.copy_(value)
+        return Planned(found.plan, found.measured, found.limit)
+
+    def _attack_peak(self, size: int) -> int:
+        return self._remembered(("attack", size), lambda: LocalIteration._attack_peak(self, size))
+
+    def _step_peak(self, plan: MemoryPlan) -> int:
+        return self._remembered(("step", plan), lambda: LocalIteration._step_peak(self, plan))
+
+    def _remembered(self, half: Hashable, predict: Callable[[], int]) -> int:
+        key = self.kind, half
+        if key not in self.known:
+            self.known[key] = predict()
+        return self.known[key]
+
+
+COARSE = 6
+
+
+def _coarse(limit: int) -> int:
+    """Return a limit cut off behind its first six binary digits: clients that have much the same share a trial."""
+    cut = max(limit.bit_length() - COARSE, 0)
+    return limit >> cut << cut
+
+
+ALLOWANCE, LEAST_ALLOWANCE = 0.01, 2**13
+"""What training may take beside what is predicted, as a share of it, and at least so many bytes: the order of samples,
+a second set of norm statistics."""
+
+
+@dataclass(frozen=True)
+class PlannedCost(MeasuredCost):
+    """What a chain costs where memory is limited: a client that has this much trains by a plan that fits."""
+
+    def memory(self, first: int, last: int) -> int:
+        """Return the bytes that a client needs to train, auxiliary head included."""
+        return _allowing(super().memory(first, last))
+
+    @cached_property
+    def clean_memory(self) -> int:
+        """The bytes that a client needs to train the whole model without an attack."""
+        whole = iteration_of(self.chain, self, 0, len(self.chain), self.training)
+        return _allowing(replace(whole, threat=None).least())
+
+    def attack_memory(self, last: int, batch: int) -> int:
+        """Return the bytes that attacking a batch of images takes in atoms 0 … `last` − 1, beside their tensors."""
+        still = replace(self.training, batch=batch, momentum=0.0, proximal=0.0)
+        return _Attack(**_fields(iteration_of(self.chain, self, 0, last, still))).activations
+
+
+@dataclass(frozen=True)
+class _Attack(LocalIteration):
+    """An attack alone, as it is evaluated."""
+
+    @property
+    def activations(self) -> int:
+        return self._attack_peak(0) - bytes_of(self.part.tensors)
+
+
+def _allowing(size: int) -> int:
+    return size + max(math.ceil(size * ALLOWANCE), LEAST_ALLOWANCE)
+
+
+def _fields(iteration: LocalIteration) -> dict[str, Any]:
+    return {each.name: getattr(iteration, each.name) for each in fields(LocalIteration)}

@@ -1,0 +1,225 @@
+"""Runs with `memory.enforce`: the same model where memory suffices, plans where it does not, errors where none fits."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fedprophet.client.budget import iteration_of
+from fedprophet.client.planning import LEAST_ALLOWANCE, PlannedCost
+from fedprophet.errors import BudgetError
+from fedprophet.messages.answers import Reported
+from fedprophet.messages.values import Resources
+from fedprophet.methods import METHODS
+from fedprophet.runs.play import play
+from fedprophet.runs.run import RunStoppedError, reopen, start
+from fedprophet.runs.session import Session, assemble
+from fedprophet.server.coordinator import Record, play_round
+
+LIMITED = {"memory.enforce": True, "fleet.memory_share": 1e-9, "engine": "plain"}
+"""Nobody has more memory available than R_min."""
+TIGHT = {"memory.budget": "60%", "train.warmup": 0}
+"""Two modules, which have to be trained in pieces."""
+Round = tuple[Session, Any, Record]
+
+
+@pytest.fixture(scope="module")
+def first_round(tiny: Any) -> Round:
+    """A session of clients that have R_min alone, the state after its first round, and the round's record."""
+    session = assemble(tiny({**LIMITED, **TIGHT}))
+    return session, *play_round(session.method.round(session.method.initial()), session.engine)
+
+
+def _journal(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (path / "journal.jsonl").read_text().splitlines()]
+
+
+def _plans(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [plan for record in records for plan in record["plans"].values()]
+
+
+@pytest.mark.slow
+def test_where_every_plan_is_plain_the_model_is_the_same_to_the_byte(tiny, small, tmp_path) -> None:
+    """Clients have gigabytes. An evaluation takes no more than R_min, so that it has small batches in both runs."""
+    made = []
+    for enforce in (True, False):
+        path = tmp_path / str(enforce)
+        changes = {"memory.enforce": enforce, "engine": "plain", "evaluate.batch": 4, "fleet.pool": "cifar10"}
+        play(start(tiny({**small, **changes}), path))
+        made.append(load_file(path / "model.safetensors"))
+        records = _journal(path)
+        assert [("plans" in record) for record in records] == [enforce] * len(records)
+        assert not enforce or {plan["plan"] for plan in _plans(records)} == {"plain"}
+    assert all(torch.equal(made[0][name], made[1][name]) for name in made[1])
+
+
+def test_a_tight_budget_is_kept_by_plans_that_learn_the_same(tiny, first_round: Round) -> None:
+    session, state, record = first_round
+    plans = _plans([record])
+    assert plans
+    assert all(plan["plan"].endswith("step atom by atom in pieces of 8") for plan in plans)
+    assert all(plan["peak_bytes"] <= plan["limit_bytes"] == session.budget for plan in plans)
+    free = assemble(tiny({**LIMITED, **TIGHT, "memory.enforce": False}))
+    before = free.method.initial()
+    plain, _ = play_round(free.method.round(before), free.engine)
+    models = [{**each.model, **each.heads} for each in (state, plain, before)]
+    assert 0 < _distance(*models[:2]) < 1e-5 * _distance(*models[1:])
+
+
+def _distance(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> float:
+    return float(torch.cat([(one[name] - other[name]).flatten() for name in one]).norm())
+
+
+@pytest.mark.slow
+def test_peaks_in_the_journal_are_what_is_measured(tiny) -> None:
+    """For a model of which small tensors, which torch's kernels take for themselves, are a small part."""
+    config = tiny({**LIMITED, **TIGHT, "model.options": {}, "train.batch": 64, "evaluate.clients": 1})
+    session, again = assemble(config), assemble(config).world
+    _, record = play_round(session.method.round(session.method.initial()), session.engine)
+    plan, module = _plans([record])[0], again.modules[0]
+    iteration = iteration_of(again.chain, again.cost, module.first, module.last, again.local_training(1))
+    found = iteration.cheapest(session.budget - LEAST_ALLOWANCE)
+    assert str(found.plan) == plan["plan"]
+    iteration.measured(found.plan)  # what is set up once
+    assert plan["peak_bytes"] == pytest.approx(iteration.measured(found.plan), rel=0.05)
+
+
+@pytest.mark.slow
+def test_workers_give_what_the_plain_engine_gives(tiny, same_tensors) -> None:
+    """They compute as the model is written, which is what predictions are made for, each in memory of its own."""
+    ends = []
+    for name, threads in (("plain", 1), ("workers", 2)):
+        session = assemble(tiny({**LIMITED, **TIGHT, "engine": name, "threads": threads, "population.cohort": 4}))
+        state, record = play_round(session.method.round(session.method.initial()), session.engine)
+        ends.append((state.model, record))
+        session.close()
+    assert same_tensors(ends[0][0], ends[1][0])
+    assert ends[0][1] == ends[1][1]
+
+
+def test_a_client_that_has_more_may_take_more(tiny) -> None:
+    session = assemble(tiny({**LIMITED, **TIGHT, "fleet.memory_share": 1.0, "evaluate.clients": 1}))
+    _, record = play_round(session.method.round(session.method.initial()), session.engine)
+    for client, plan in record["plans"].items():
+        available = session.population.resources(int(client), 1, session.budget).memory
+        assert plan["limit_bytes"] == available > session.budget
+        assert plan["plan"] == "plain"
+
+
+def test_modules_are_assigned_by_what_plans_need(first_round: Round) -> None:
+    """A client has less than both modules take on paper, and just what they need by the most economical plan."""
+    session, state, _ = first_round
+    world, needs = session.world, session.world.needs
+    assert isinstance(needs, PlannedCost)
+    enough = needs.total_memory
+    assert enough < world.cost.total_memory
+    for memory, modules in ((enough, 2), (enough - 1, 1)):
+        conversation = session.method.round(state)
+        next(conversation)
+        powers = {0: 1e12, 1: 1.0}  # the first is so much quicker that its memory alone decides
+        reports = [
+            Reported(round=state.round + 1, client=client, weight=1.0, resources=Resources(memory, power, 1e9))
+            for client, power in powers.items()
+        ]
+        task, slow = conversation.send(reports)
+        assert task.last == world.modules[modules - 1].last
+        assert slow.last == world.modules[0].last
+        assert task.memory == slow.memory == memory
+
+
+REFUSED = {
+    "fedprophet": (r"module 3 \(Conv 5\)", 'memory.model = "measured"'),
+    "jfat": ("the whole model", "use fedprophet"),
+    "fedrbn": ("the whole model", "use fedprophet"),
+    "feddf": ("vgg-small", "use fedprophet"),
+    "heterofl": ("a sub-network of width ", "use fedprophet"),
+}
+
+
+@pytest.mark.parametrize("method", REFUSED)
+def test_a_budget_that_is_too_small_is_refused_at_the_start(method, tiny) -> None:
+    family = {"distillation.family": ["vgg-small"]}
+    settings = {**LIMITED, **family, "method": method, "memory.budget": "20%" if method != "heterofl" else 2000}
+    if method == "fedprophet":
+        settings |= {"model.options": {}, "memory.budget": "25%"}
+    name, advice = REFUSED[method]
+    with pytest.raises(BudgetError, match=rf"^memory\.enforce: {name}.* cannot be trained within memory\.budget") as e:
+        assemble(tiny(settings))
+    assert advice in str(e.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_keeps_within_its_limits(method, tiny, play_in_memory) -> None:
+    own = TIGHT if method == "fedprophet" else {"memory.budget": "80%", "train.warmup": 0}
+    family = (
+        {"distillation.family": ["vgg-small"], "distillation.iterations": 1} if method in ("feddf", "fedet") else {}
+    )
+    played = play_in_memory(tiny({**LIMITED, **own, **family, "method": method}), rounds=2)
+    for record in played.records:
+        assert record["dropped"] == {}
+        plans = record["plans"]
+        assert sorted(plans) == sorted(record["times"])
+        assert all(0 < plan["peak_bytes"] <= plan["limit_bytes"] == played.session.budget for plan in plans.values())
+
+
+@pytest.mark.slow
+def test_sub_networks_are_cut_until_they_fit(tiny) -> None:
+    session = assemble(tiny({**LIMITED, "method": "heterofl", "memory.budget": "30%"}))
+    method = session.method
+    for memory in (session.budget, 2 * session.budget, 10**9):
+        width = method._width(memory)
+        assert method._cost_of_widths(method._channels_at(width)).total_memory <= memory
+    assert method._width(10**9) == 1.0
+
+
+def test_evaluation_takes_batches_that_fit_by_prediction(tiny, first_round: Round) -> None:
+    world = first_round[0].world
+    last = len(world.chain)
+    assert assemble(tiny({**TIGHT, "engine": "plain"})).world.evaluation_batch(last) == 64
+    assert world.evaluation_batch(last) == 8
+    assert isinstance(world.needs, PlannedCost)
+    assert world.needs.attack_memory(last, 8) <= world.budget < world.needs.attack_memory(last, 16)
+
+
+@pytest.mark.slow
+def test_only_what_is_in_training_is_in_memory(tiny) -> None:
+    """The model, frozen modules and features are mappings of files; a forked worker has its own."""
+    session = assemble(tiny({**LIMITED, **TIGHT}))
+    state = session.method.initial()
+    while not state.fixed:
+        state, _ = play_round(session.method.round(state), session.engine)
+    state, _ = play_round(session.method.round(state), session.engine)
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    mapped = [tuple(int(end, 16) for end in line[0].split("-")) for line in lines if "s" in line[1]]
+    frozen = session.world.frozen[state.fixed[0].digest].values()
+    features = [value for _, value in session.features.memory.items()]
+    assert features
+    for tensor in (*session.world.chain.tensors.values(), *frozen, *features):
+        assert any(first <= tensor.data_ptr() < last for first, last in mapped)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_after_a_stop_with_the_same_bytes(tiny, small, tmp_path, stop, contents) -> None:
+    config = tiny({**small, **LIMITED, **TIGHT})
+    play(start(config, tmp_path / "whole"))
+    with pytest.raises(RunStoppedError):
+        play(start(config, tmp_path / "stopped"), stop(after_round=3))
+    play(reopen(tmp_path / "stopped"))
+    assert contents(tmp_path / "whole") == contents(tmp_path / "stopped")
+
+
+def test_who_has_just_what_a_module_needs_can_train_it(tiny) -> None:
+    """There is a plan, whatever else the client holds."""
+    settings = {"train.calibration": "labels", "train.proximal": 0.1, "train.head_gradients": "summed"}
+    session = assemble(tiny({**LIMITED, **TIGHT, **settings}))
+    module, method = session.world.modules[0], session.method
+    needed = session.world.needs.memory(module.first, module.last)
+    task = method._train_task(replace(method.initial(), round=1, stage_round=1), client=0, last=0)
+    (answer,) = session.engine.map([replace(task, memory=needed)])
+    assert 0.8 * needed < answer.peak <= needed
