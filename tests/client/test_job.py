@@ -106,7 +106,7 @@ def test_loss_and_attack_see_the_prior(workspace, client, monkeypatch):
         attacked.append(float(losses(x).detach()))
         return climb(losses, x, perturbed, threat)
 
-    monkeypatch.setattr("fedprophet.client.trainer.climb", watched)
+    monkeypatch.setattr("fedprophet.client.captured.climb", watched)
     one = replace(HYPER, iterations=1, batch=6)
     task = Train(**{**fields(workspace), "parameters": undecided(workspace)}, training=one, threat=THREAT)
     cases = ((0.0, math.log(3)), (1.0, -(5 * math.log(6 / 9) + math.log(2 / 9)) / 6))
