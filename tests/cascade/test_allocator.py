@@ -58,6 +58,7 @@ def test_the_limit_is_what_is_allocated_and_what_is_left(monkeypatch: pytest.Mon
         set_per_process_memory_fraction=lambda share, device: shares.append(share),
     )
     monkeypatch.setattr(allocator.torch, "cuda", cuda)
+    monkeypatch.setattr(allocator, "_first_graph", lambda device: None)
     for left in (150, -20, 900):
         with pytest.raises(KeyError), allocator_limit(CUDA, left):
             raise KeyError

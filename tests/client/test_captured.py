@@ -145,7 +145,8 @@ def test_what_a_step_keeps_where_the_graph_writes_is_an_error() -> None:
         return attacked(part, x, labels, PIXELS, torch.Generator(), 4, ascend)
 
     for _ in range(2):
-        ascend.step(lambda: compute(attack())).backward(descent)
+        found = attack()
+        ascend.step(lambda found=found: compute(found)).backward(descent)
     with pytest.raises(RuntimeError, match="1 tensors of a step are still there"):
         attack()
 

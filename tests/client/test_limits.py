@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fedprophet.cascade import allocator
 from fedprophet.cascade.atoms import Chain, explicit_chain
 from fedprophet.cascade.heads import Head, build_head
 from fedprophet.cascade.measure import LiveBytes, bytes_of, measured_peak
@@ -286,6 +287,7 @@ class _Cuda:
         for name, answer in answers.items():
             monkeypatch.setattr(torch.cuda, name, answer)
         monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
+        monkeypatch.setattr(allocator, "_first_graph", lambda _: None)
 
 
 HELD = [torch.zeros(25)]

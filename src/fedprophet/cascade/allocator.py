@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 
@@ -39,7 +40,7 @@ def spare_memory() -> None:
         )
     os.environ.update(missing)
     if torch.cuda.is_available() and not any(name in os.environ for name in ALLOCATOR):
-        torch.cuda.memory._set_allocator_settings(IN_ONE_PIECE)
+        torch._C._accelerator_setAllocatorSettings(IN_ONE_PIECE)
 
 
 @contextmanager
@@ -49,6 +50,7 @@ def allocator_limit(device: torch.device, bytes_: int) -> Iterator[None]:
     What it holds is what is allocated, and what is freed and kept for later; so no more than `bytes_` can be allocated.
     torch.OutOfMemoryError is raised where this does not do, but for workspaces of convolutions, which become smaller.
     """
+    _first_graph(device)
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     _, total = torch.cuda.mem_get_info(device)
@@ -60,6 +62,15 @@ def allocator_limit(device: torch.device, bytes_: int) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_per_process_memory_fraction(before, device)
+
+
+@cache
+def _first_graph(device: torch.device) -> torch.cuda.CUDAGraph:
+    """Return a graph that stays. torch allocates for the first one that there is; refused that, it ends the process."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.device(device), torch.cuda.graph(graph):
+        torch.zeros((), device=device)
+    return graph
 
 
 def ran_out(error: BaseException | None) -> bool:
