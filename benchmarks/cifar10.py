@@ -17,6 +17,7 @@ import argparse
 import gzip
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -224,6 +225,14 @@ def copy_of(run: Path, target: Path) -> Path:
     return target
 
 
+def pack_smallest(run: Path, folder: Path) -> None:
+    """Pack a run at its best round, where it is smallest; where that was not saved, at its newest checkpoint."""
+    try:
+        pack(run, folder, PART, round="best")
+    except CheckpointError:  # a run is saved every so many rounds, and its best may be between two of them
+        pack(run, folder, PART)
+
+
 def put_in_place(new: Path, folder: Path) -> None:
     """Give a folder its name; the one that had it is aside until then, and removed afterwards."""
     aside = folder.with_name(f"{folder.name}.old")
@@ -283,7 +292,7 @@ class Keeping:
         new = folder.with_name(f"{folder.name}.new")
         shutil.rmtree(new, ignore_errors=True)
         with tempfile.TemporaryDirectory(prefix=".", dir=run.parent) as scratch:
-            pack(copy_of(run, Path(scratch) / run.name), new, PART, round="best")
+            pack_smallest(copy_of(run, Path(scratch) / run.name), new)
         put_in_place(new, folder)
         self._packed[run.name] = state
 
@@ -294,12 +303,13 @@ class Keeping:
 class Within(Observer):
     """Stops a run at the end of the last round for which there is time, as Ctrl-C does; shows how it goes.
 
-    A round that takes much longer than those before it, and the closing evaluation, are stopped when time is over, at
-    the next client's answer: the round is played again.
+    From `settle` on it stops at a new best round, too: a run that is saved there has one model, and is packed in half
+    the space. A round that takes much longer than those before it, and the closing evaluation, are stopped when time is
+    over, at the next client's answer: the round is played again.
     """
 
-    def __init__(self, cell: str, last: float) -> None:
-        self._cell, self._last = cell, last
+    def __init__(self, cell: str, last: float, settle: float = math.inf) -> None:
+        self._cell, self._last, self._settle = cell, last, settle
         self._recent: list[float] = []
 
     def started(self, session: object, path: Path, round: int) -> None:
@@ -317,7 +327,8 @@ class Within(Observer):
             module = f" (module {record['module']})" if "module" in record else ""
             print(f"{self._cell}: round {record['round']}{module}{reached(record)}, {seconds:.2f} s", flush=True)
         self._recent = [*self._recent[-9:], seconds]
-        if now() + max(self._recent) > self._last:
+        settled = now() > self._settle and record.get("best_round") == record["round"]
+        if settled or now() + max(self._recent) > self._last:
             raise KeyboardInterrupt
 
     def watch(self, what: str, done: int, total: int | None) -> None:
@@ -382,6 +393,7 @@ def measure(path: Path, samples: int, within: Within) -> str:
 def play_cells(arguments: argparse.Namespace) -> list[Outcome]:
     """Play cells one after the other until all are finished or time is over."""
     last = now() + arguments.seconds - arguments.reserve
+    settle = last - arguments.settle if arguments.pack and arguments.settle else math.inf
     keeping = Keeping(arguments.save, arguments.save_every, arguments.pack)
     given = {"data.root": arguments.data, "model.weights": arguments.weights}
     extra = [*(f"{key}={value}" for key, value in given.items() if value), *arguments.set]
@@ -393,7 +405,7 @@ def play_cells(arguments: argparse.Namespace) -> list[Outcome]:
             continue
         own = [re.sub("=/.*/", "=", setting) for setting in arguments.set]  # a file's name instead of its path
         about = {"cell": cell.name, "preset": cell.row.preset, "settings": own, "commit": arguments.commit}
-        before, within = rounds_of(path), Within(cell.name, last)
+        before, within = rounds_of(path), Within(cell.name, last, settle)
         with keeping.kept(path, about):
             state = play_cell(path, config, within)
             if state.startswith("finished") and arguments.autoattack and now() < last:
@@ -774,6 +786,9 @@ def arguments_of(words: Sequence[str] | None) -> argparse.Namespace:
     playing.add_argument("cells", nargs="+", metavar="CELL")
     playing.add_argument("--seconds", type=float, required=True, help="of wall-clock time for everything")
     playing.add_argument("--reserve", type=float, default=KEPT_BACK, help="of these, for what comes after the rounds")
+    playing.add_argument(
+        "--settle", type=float, default=30.0, help="with --pack, before that: stop at the next best round; 0: do not"
+    )
     playing.add_argument("--data", default="", help="the folder of CIFAR-10 (data.root)")
     playing.add_argument("--weights", default="", help="the starting weights (model.weights)")
     playing.add_argument("--runs", type=Path, required=True, help="the folder of the runs")

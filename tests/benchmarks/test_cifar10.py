@@ -85,7 +85,7 @@ def played(program: ModuleType, given: Path, tmp_path: Path, monkeypatch: pytest
 
     def call(*cells: str, seconds: int, **options: object) -> int:
         places = {"data": given / "images", "weights": given / "start.safetensors", "runs": runs}
-        named = {**places, "save": tmp_path / "kept", "reserve": 1, **options}
+        named = {**places, "save": tmp_path / "kept", "reserve": 1, "settle": 0, **options}
         words = [word for name, value in named.items() for word in (f"--{name.replace('_', '-')}", str(value))]
         settings = [word for setting in TINY for word in ("--set", setting)]
         return int(program.main(["play", *cells, "--seconds", str(seconds), *words, *settings]))
@@ -179,6 +179,32 @@ def test_what_is_kept_has_no_absolute_paths(played, given, tmp_path):
     assert json.loads(found["results.json"])["starting_weights"] == "start.safetensors"
     about = json.loads(found["cell.json"])
     assert (about["cell"], about["commit"], about["settings"]) == (JOINT, "abc1234", list(TINY))
+
+
+def test_with_time_nearly_over_a_run_is_stopped_at_a_best_round(program, monkeypatch):
+    within = program.Within(JOINT, last=100.0, settle=50.0)
+    for now, best, stops in [(40.0, True, False), (60.0, False, False), (60.0, True, True), (99.5, False, True)]:
+        monkeypatch.setattr(program, "now", lambda now=now: now)
+        record = {"round": 7, "best_round": 7 if best else 3}
+        if stops:
+            with pytest.raises(KeyboardInterrupt):
+                within.round_done(record, 1.0)
+        else:
+            within.round_done(record, 1.0)
+
+
+def test_a_run_whose_best_round_was_not_saved_is_packed_at_its_newest(program, given, tmp_path):
+    config = program.CELLS[JOINT].config([f"data.root={given / 'images'}", *TINY, "rounds=5", "checkpoint.every=2"])
+
+    class Stop(Observer):
+        def round_done(self, record, seconds):
+            if record["round"] > 2 and record["best_round"] % 2 and record["best_round"] != record["round"]:
+                raise KeyboardInterrupt
+
+    with pytest.raises(RunStoppedError):
+        play(start(config, tmp_path / JOINT), Stop())
+    program.pack_smallest(tmp_path / JOINT, tmp_path / "parts")
+    assert unpack(tmp_path / "parts", tmp_path / "there").round == rounds(tmp_path / JOINT)
 
 
 def test_other_settings_are_not_mixed_into_a_run(played, program, tmp_path, capsys):
