@@ -67,7 +67,7 @@ def test_a_gpu_is_planned_for_without_one():
     assert not any(rests[0])
     assert all(rests[1])
     text = call(*SMALL, *options, "--device", "cuda").stdout
-    assert "predictions are without workspaces" in " ".join(text.split())
+    assert "predictions are for a GPU, without workspaces" in " ".join(text.split())
     assert "without workspaces" not in call(*SMALL, *options).stdout
 
 

@@ -1,5 +1,7 @@
 """The simulated clock of a round against hand-computed numbers."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -40,6 +42,17 @@ def test_training_takes_computation_access_and_communication():
     assert found["1"] == pytest.approx(
         {"computation_s": 6.0, "access_s": 3 * (0.016 + 0.17) + 0.4, "communication_s": 2.5, "memory_bytes": 1240}
     )
+
+
+def test_a_client_that_keeps_within_its_memory_by_a_plan_swaps_nothing():
+    """With 1000 of 1240 bytes it would swap; by its plan it reads its batches, as with plenty."""
+    poor = Resources(1000, 1e3, 1e3)
+    plain, planned = (
+        clock.training_times([_task(1)], [replace(_update(1, 8), plan=plan)], {1: poor}, lambda task: COST)["1"]
+        for plan in ("", "attack 2 at a time")
+    )
+    assert planned["access_s"] == pytest.approx(3 * (0.016 + 0.17) + 0.4)
+    assert plain["access_s"] > 2 * planned["access_s"]
 
 
 def test_only_clients_that_were_asked_and_have_samples_are_timed():

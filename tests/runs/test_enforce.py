@@ -133,7 +133,7 @@ def test_modules_are_assigned_by_what_plans_need(first_round: Round) -> None:
 
 
 REFUSED = {
-    "fedprophet": (r"module 3 \(Conv 5\)", 'memory.model = "measured"'),
+    "fedprophet": (r"module 3 \(Conv 5\)", "memory.budget of at least 6"),
     "jfat": ("the whole model", "use fedprophet"),
     "fedrbn": ("the whole model", "use fedprophet"),
     "feddf": ("vgg-small", "use fedprophet"),

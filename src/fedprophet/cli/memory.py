@@ -150,8 +150,8 @@ def _notes(found: dict[str, Any]) -> list[str]:
     notes = []
     if found["planned_for"] == "cuda":
         notes.append(
-            "predictions are without workspaces: on a GPU, convolutions take those that the allocator grants. Plain is "
-            "measured without a limit, plans under one that keeps them within the budget"
+            "predictions are for a GPU, without workspaces: convolutions take those that the allocator grants"
+            + (". Plain is measured without a limit, plans under one" if found["device"] else "")
         )
     for module in found["modules"]:
         if not module["fits"]:

@@ -50,9 +50,9 @@ TOLERANCE = 0.05
 """How far a measurement may exceed its prediction before a smaller budget is planned for."""
 TRIAL_RUNS = 3
 """The first sets up what is set up once, the second captures what is captured, the third is like all further ones."""
-SLACK, CLOSE = 64 * 2**20, 4 * 2**20
-"""Bytes that the allocator may hold beyond a budget, since what it keeps for later is in pieces: at first, and how
-close to the least that will do. What is allocated has to keep within the budget all the same."""
+SLACKS = (0, 8 * 2**20, 24 * 2**20, 64 * 2**20)
+"""Bytes that the allocator may hold beyond a budget, as it takes memory in steps of 20 MiB and keeps some for later.
+What is allocated has to keep within the budget all the same."""
 OUT = sys.maxsize
 """The bytes of what the allocator refused."""
 
@@ -166,21 +166,15 @@ class LocalIteration:
         raise self._nothing_fits(budget)
 
     def _trial(self, plan: MemoryPlan, budget: int) -> Trial:
-        """Find out under which limit of the allocator a plan keeps within the budget, if there is one.
+        """Try a plan under the lowest limit of the allocator that does: the budget, or a little more.
 
-        Where the limit is high, convolutions take larger workspaces; where it is low, there is no room for the rest.
+        The higher it is, the larger workspaces convolutions take.
         """
-        enough, too_little, slack = SLACK, 0, SLACK
-        while True:
+        for slack in SLACKS:
             trial = self._tried_within(plan, budget + slack)
-            worst = max(trial.attack, trial.step)
-            if worst <= budget or (worst == OUT and slack == SLACK) or enough - too_little <= CLOSE:
-                return trial
-            if worst == OUT:
-                too_little = slack
-            else:
-                enough = slack
-            slack = (enough + too_little) // 2
+            if max(trial.attack, trial.step) < OUT:
+                break
+        return trial
 
     def _tried_within(self, plan: MemoryPlan, limit: int) -> Trial:
         device = self._device

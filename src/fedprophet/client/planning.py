@@ -4,7 +4,7 @@ What was predicted once is remembered.
 """
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
@@ -60,6 +60,10 @@ class _Remembering(LocalIteration):
                 for tensor, value in zip(tensors, before, strict=True):
                     tensor.copy_(value)
         return Planned(found.plan, found.measured, found.limit)
+
+    def _steps(self) -> Iterator[MemoryPlan]:
+        """Yield the exact plans: what a run learns does not depend on how much memory its clients have."""
+        return (plan for plan in super()._steps() if not plan.rounded)
 
     def _attack_peak(self, size: int) -> int:
         return self._remembered(("attack", size), lambda: LocalIteration._attack_peak(self, size))

@@ -1,6 +1,8 @@
 """The simulated clock of a round: how long each client's exchanges take, and the memory that its training needs."""
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from fedprophet.cascade.cost import ChainCost
 from fedprophet.fleet.latency import batch_sizes, client_seconds, workload_of
@@ -30,6 +32,8 @@ def _demand(cost: ChainCost, task: Train, update: Trained, resources: Resources)
     batch, iterations = task.training.batch, task.training.iterations
     # More samples than a round can use change nothing, however many a client claims to have.
     samples = min(update.samples, batch * iterations)
+    if update.plan:  # by which it kept within what it has: nothing is swapped
+        resources = replace(resources, memory=sys.maxsize)
     seconds = client_seconds(
         workload_of(cost, task.first, task.last),
         resources,

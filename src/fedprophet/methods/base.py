@@ -108,8 +108,6 @@ class Method(ABC, Generic[S]):
     norm_layers = "{averaged}"
     client_norm_layers = "each client's own"
     shown: Shown | None = None
-    less_memory = "Give a larger memory.budget or a smaller train.batch, or use fedprophet, which trains modules"
-    """What to do where the poorest client has too little memory."""
     refreshes_own = False
     """Whether clients' own statistics are measured anew as well when those of the exported model are."""
 
@@ -240,13 +238,18 @@ class Method(ABC, Generic[S]):
     def check_memory(self) -> None:
         """Refuse a budget in which the poorest client cannot train, where memory is limited."""
         world = self.world
-        for name, needed in self.poorest() if world.enforces else ():
-            if needed > world.budget:
-                raise BudgetError(
-                    f"memory.enforce: {name} cannot be trained within memory.budget = {world.config.memory.budget} "
-                    f"({format_size(world.budget, 2)}): the most economical plan needs {format_size(needed, 2)}. "
-                    f"{self.less_memory}"
-                )
+        short = [each for each in self.poorest() if each[1] > world.budget] if world.enforces else []
+        if short:
+            name, needed = short[0]
+            raise BudgetError(
+                f"memory.enforce: {name} cannot be trained within memory.budget = {world.config.memory.budget} "
+                f"({format_size(world.budget, 2)}): the most economical plan needs {format_size(needed, 2)}. Give a "
+                f"memory.budget of at least {max(needed for _, needed in short)} bytes{self.or_else()}"
+            )
+
+    def or_else(self) -> str:
+        """Return what may be done instead where the poorest client has too little memory."""
+        return ", or use fedprophet, which trains modules"
 
     def ask_accuracy(self, state: S, record: Record) -> Conversation[Accuracy | None]:
         """Let clients evaluate the model and return their accuracy; None where none of them did."""

@@ -96,10 +96,6 @@ class FedProphet(Method[CascadeState]):
     """Train module after module, each under the attack that the frozen modules before it let through."""
 
     state = CascadeState
-    less_memory = (
-        'Set memory.model = "measured", which cuts modules by what they take, or give a larger memory.budget or a '
-        "smaller train.batch"
-    )
 
     def initial(self) -> CascadeState:
         model, heads, layers = self.world.initial_model(), initial_heads(self.world), self.world.starting_layers()
@@ -113,6 +109,13 @@ class FedProphet(Method[CascadeState]):
         for module in self.world.modules:
             layers = ", ".join(layer for atom in atoms[module.first : module.last] for layer in atom.layers)
             yield f"module {module.index + 1} ({layers})", self.world.needs.memory(module.first, module.last)
+
+    def or_else(self) -> str:
+        world = self.world
+        short = [m for m in world.modules if world.needs.memory(m.first, m.last) > world.budget]
+        if world.config.memory.model == "paper" and all(m.last - m.first > 1 for m in short):
+            return ', or memory.model = "measured", which cuts modules by what they take'
+        return ""  # an atom cannot be cut any finer
 
     def trained(self, state: CascadeState) -> bool:
         """Whether every module is fixed."""
