@@ -126,6 +126,16 @@ def test_closing_words_of_a_cascade():
     assert "A client needs 400 B to train a module; the whole model would take 2.0 kB.\n" in said
 
 
+def test_closing_words_of_a_run_within_its_memory():
+    console = Console(file=io.StringIO(), width=200)
+    plans = {"counts": {"plain": 3, "attack 8 at a time": 1}, "closest": {"peak_bytes": 300, "limit_bytes": 400}}
+    show_results({**RESULTS, "stages": [{"clean": 0.5, "adversarial": 0.25}], "plans": plans}, PATH, console)
+    said = console.file.getvalue()
+    assert "A client needs 400 B on paper to train a module" in said
+    assert "no client took more than 75.0 % of what it may (300 B of 400 B)" in said
+    assert "Plans: plain (3 times); attack 8 at a time (1 time).\n" in said
+
+
 @pytest.mark.parametrize(
     "change", [{"personalised": 3}, {"rounds": None, "whole_model_bytes": "x"}, {"engines": [1]}, {"stages": 7}]
 )

@@ -10,6 +10,7 @@ from fedprophet.runs.summary import (
     fault_count,
     faulty_clients,
     moved_bytes,
+    plans_taken,
     simulated_seconds,
     training_memory,
 )
@@ -27,6 +28,18 @@ def test_a_round_lasts_as_long_as_its_slowest_client() -> None:
         {"times": {"2": _time(2.0, 0.25)}},
     ]
     assert simulated_seconds(records) == {"computation_s": 3.0, "access_s": 5.25, "total_s": 8.25}
+
+
+def test_plans_are_counted_and_the_one_that_came_closest_to_its_limit_is_known() -> None:
+    """80 of 100 bytes are closer than 90 of 120."""
+    rounds = [{"1": ("plain", 90, 120), "2": ("fused", 80, 100)}, {}, {"1": ("plain", 10, 100)}]
+    records = [
+        {"plans": {c: {"plan": p, "peak_bytes": peak, "limit_bytes": m} for c, (p, peak, m) in plans.items()}}
+        for plans in rounds
+    ]
+    found = plans_taken([{"round": 1}, *records])
+    assert found == {"counts": {"plain": 2, "fused": 1}, "closest": {"peak_bytes": 80, "limit_bytes": 100}}
+    assert plans_taken([{"round": 1}]) is None
 
 
 def test_training_memory_by_hand() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from fedprophet.attacks.names import attack_label
-from fedprophet.display.numbers import NONE, percent
+from fedprophet.display.numbers import NONE, counted, percent
 from fedprophet.display.tables import Column, Page, Table, say, show
 from fedprophet.durations import format_duration
 from fedprophet.runs.engine_history import engines_text, spans_of
@@ -103,6 +103,8 @@ def _precisions(results: Mapping[str, Any]) -> Iterator[str]:
 def _remarks(results: Mapping[str, Any]) -> Iterator[str]:
     """Yield memory, time, traffic and engine in sentences."""
     yield _need(results)
+    if "plans" in results:
+        yield _kept_within(results["plans"])
     if "best" in results:
         yield from (_reached(name, results[name]) for name in ("best", "last"))
     time = results.get("simulated")
@@ -124,12 +126,22 @@ def _remarks(results: Mapping[str, Any]) -> Iterator[str]:
     yield f"Rounds: {results['rounds']}, seed {results['seed']}."
 
 
+def _kept_within(plans: Mapping[str, Any]) -> str:
+    """Say how clients kept within their memory."""
+    peak, limit = (plans["closest"][part] for part in ("peak_bytes", "limit_bytes"))
+    taken = "; ".join(f"{plan} ({counted(times, 'time')})" for plan, times in plans["counts"].items())
+    return (
+        f"Memory was enforced: no client took more than {percent(peak / limit)} of what it may ({format_size(peak)} of "
+        f"{format_size(limit)}). Plans: {taken}."
+    )
+
+
 def _need(results: Mapping[str, Any]) -> str:
-    """Say how much memory a client's training takes."""
+    """Say how much memory a client's training takes, as it is counted."""
     whole, memory = results["whole_model_bytes"], results.get("memory")
     if "stages" in results:
         largest = max(row["memory_bytes"] for row in results["modules"])
-        need = f"A client needs {format_size(largest)} to train "
+        need = f"A client needs {format_size(largest)} {'on paper ' if 'plans' in results else ''}to train "
         return need + (f"a module; the whole model would take {format_size(whole)}." if largest < whole else "it.")
     if memory is None:
         return f"Training the whole model takes {format_size(whole)}."

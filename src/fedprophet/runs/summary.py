@@ -1,5 +1,6 @@
 """Sums over the journal, and the closing summary of a run."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -28,6 +29,7 @@ def closing_summary(run: Run, engine: WatchedEngine, whole: Mapping[str, Tensor]
     records = Journal(run.files.journal).read()
     accuracies = cells(Evaluator(session, state, whole, engine).measure(attacks))
     moved, closing_account = moved_bytes(records), {**record, **engine.account()}
+    plans = plans_taken(records)
     return {
         "version": __version__,
         "method": session.config.method,
@@ -35,6 +37,7 @@ def closing_summary(run: Run, engine: WatchedEngine, whole: Mapping[str, Tensor]
         "rounds": state.round,
         **module_rows(session),
         "memory": training_memory(records),
+        **({"plans": plans} if plans else {}),
         "simulated": simulated_seconds(records),
         "engines": [span.to_json() for span in spans(timings_of(run.files).read())],
         # The closing evaluation is left out: it moves the same for every method.
@@ -85,6 +88,18 @@ def training_memory(records: Iterable[Record]) -> dict[str, int] | None:
         return None
     sizes = [[time["memory_bytes"] for time in times] for times in rounds]
     return {"least_bytes": max(map(min, sizes)), "peak_bytes": max(map(max, sizes))}
+
+
+def plans_taken(records: Iterable[Record]) -> dict[str, Any] | None:
+    """Return how often clients trained by which plan, and how close one came to its limit; None without limits."""
+    taken = [plan for record in records for plan in record.get("plans", {}).values()]
+    if not taken:
+        return None
+    closest = max(taken, key=lambda plan: plan["peak_bytes"] / plan["limit_bytes"])
+    return {
+        "counts": dict(Counter(plan["plan"] for plan in taken).most_common()),
+        "closest": {part: closest[part] for part in ("peak_bytes", "limit_bytes")},
+    }
 
 
 def moved_bytes(records: Iterable[Record]) -> dict[str, int] | None:
