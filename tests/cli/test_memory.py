@@ -58,6 +58,7 @@ def test_a_prediction_alone_measures_nothing(measured, monkeypatch):
         assert module == {**other, "measured_bytes": None, "plain_measured_bytes": None}
 
 
+@pytest.mark.slow
 def test_a_gpu_is_planned_for_without_one():
     """Its allocator counts in units of 512 bytes, and its workspaces are not predicted; a note says so."""
     options = ("--budget", "2MB", "--no-measure")

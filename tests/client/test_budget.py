@@ -158,6 +158,7 @@ def _deep() -> nn.Sequential:
     return nn.Sequential(*blocks, nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(512, 10)))
 
 
+@pytest.mark.slow
 def test_rounded_activations_are_the_last_resort() -> None:
     """On the way back from the last of 6 blocks 4 inputs of 8·32·32·32 floats are kept for the others: half as much
     saves two such inputs, of which the gradient at the last one's input needs half of one, as it cannot overwrite it.
@@ -284,7 +285,7 @@ def test_every_module_of_vgg16_keeps_within_its_budget() -> None:
     assert len(modules) == 7
     for build_module in modules:
         iteration = build_module()
-        plan, peak = iteration.cheapest(budget)
+        plan, peak, _ = iteration.cheapest(budget)
         assert iteration.measured(plan) <= budget
         assert iteration.measured(plan) == pytest.approx(peak, rel=0.05)
 
@@ -328,7 +329,7 @@ def test_every_module_of_resnet34_is_predicted_within_its_budget_and_one_is_meas
     assert len(modules) == 7
     for number, build_module in enumerate(modules):
         iteration = build_module()
-        plan, peak = iteration.cheapest(budget)
+        plan, peak, _ = iteration.cheapest(budget)
         assert peak <= budget
         if number == 6:
             assert iteration.measured(plan) <= budget

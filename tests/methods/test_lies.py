@@ -49,7 +49,11 @@ def by_round(name):
     return lambda answer: lying(name, LIES[answer.round % len(LIES)])(answer)
 
 
-@pytest.mark.parametrize(("kind", "name"), CLAIMS, ids=lambda value: value)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [pytest.param(*claim, marks=pytest.mark.slow if claim[1] == "peak" else ()) for claim in CLAIMS],
+    ids=lambda value: value,
+)
 def test_no_number_that_a_client_claims_ends_a_run(kind, name, tiny, play_in_memory, poisoned):
     settings = {**EVERYBODY, "rounds": 3, "train.warmup": 0, "convergence.patience": 3}
     settings |= {"memory.enforce": name == "peak"}  # nobody is asked for it otherwise
