@@ -128,8 +128,11 @@ class World:
         return PlannedCost.of(cost, chain, local_training(self.config, stage_round=1))
 
     def limit(self, resources: Resources) -> int:
-        """Return the bytes that a client may train in: what it has available, at least R_min; 0 is no limit."""
-        return max(self.budget, resources.memory) if self.enforces else 0
+        """Return the bytes that a client may train in: what it has available; 0 is no limit.
+
+        In a simulation that is at least R_min. A real device that has less cannot train, and says so.
+        """
+        return resources.memory if self.enforces else 0
 
     def evaluation_batch(self, last: int) -> int:
         """Return the micro-batch with which the activations of atoms 0 … `last` − 1 stay within the budget."""
