@@ -47,8 +47,8 @@ class MemorySettings(Section):
     )
     enforce: bool = Field(
         default=False,
-        description="Whether clients train within the memory they have available: by a plan that takes less where it is "
-        "needed. A client that takes more ends the run.",
+        description="Whether clients train within the memory they have available: by a plan that takes less where it "
+        "is needed. A client that takes more ends the run.",
     )
 
 
