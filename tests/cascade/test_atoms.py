@@ -949,3 +949,12 @@ def test_explicit_chains_that_do_not_fit():
             explicit_chain([(names[0], nn.Linear(2, 2)), (names[1], nn.Linear(2, 2))])
     with pytest.raises(ModelError, match=r"'one.weight' is used by atoms 'one' and 'two'"):
         explicit_chain([("one", linear), ("two", linear)])
+
+
+def test_a_chain_is_where_it_computes_even_if_tensors_are_put_aside():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    chain = explicit_chain(model)
+    assert chain.device.type == "cpu"
+    model[1].to("meta")
+    assert chain.device.type == "meta"
+    assert chain.take(torch.rand(5, 4)).device.type == "meta"

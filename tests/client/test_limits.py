@@ -17,7 +17,7 @@ from fedprophet.client.budget import LocalIteration, Planned
 from fedprophet.client.features import FeatureCache
 from fedprophet.client.job import Client
 from fedprophet.client.layer_store import ClientStore
-from fedprophet.client.limits import Terms, _on_cuda, limited, name_of, within
+from fedprophet.client.limits import Terms, _alone, _on_cuda, limited, name_of, within
 from fedprophet.client.memory_plan import PLAIN, MemoryPlan, Step
 from fedprophet.client.part import ModelPart
 from fedprophet.client.planning import Planner
@@ -278,6 +278,8 @@ class _Cuda:
             "synchronize": lambda _: None,
             "empty_cache": lambda: None,
             "memory_allocated": lambda _: 300,
+            "memory_reserved": lambda _: 300,
+            "memory_snapshot": list,
             "max_memory_allocated": lambda _: self.peak,
             "reset_peak_memory_stats": lambda _: None,
             "mem_get_info": lambda _: (700, 1000),
@@ -339,12 +341,13 @@ def test_on_a_gpu_the_part_alone_is_there_and_a_byte_too_many_is_refused() -> No
     images, labels = x[0].to(device), x[1].to(device)
     before = torch.cuda.get_per_process_memory_fraction(device)
     ample, task = Terms(PLAIN, 10**9), _task(head=0)
-    with within(ample, part, (), "a test"):
+    with _alone(part), within(ample, part, (), "a test"):
         assert {tensor.device.type for tensor in others} == {"cpu"}
         train(task, part, images, labels)
     assert ample.peak > bytes_of(part.tensors)
     assert {tensor.device.type for tensor in others} == {"cuda"}
-    with pytest.raises(BudgetError, match="it may take"), within(Terms(PLAIN, ample.peak - 1), part, (), "a test"):
+    refused = pytest.raises(BudgetError, match="it may take")
+    with refused, _alone(part), within(Terms(PLAIN, ample.peak - 1), part, (), "a test"):
         train(task, part, images, labels)
     assert torch.cuda.get_per_process_memory_fraction(device) == before
     assert {tensor.device.type for tensor in others} == {"cuda"}

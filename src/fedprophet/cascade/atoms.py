@@ -137,8 +137,9 @@ class Chain:
 
     @property
     def device(self) -> torch.device:
-        """Where the model's tensors are."""
-        return next((tensor.device for tensor in self.tensors.values()), torch.device("cpu"))
+        """Where the model computes. Tensors that are put aside meanwhile, in the machine's memory, do not count."""
+        devices = dict.fromkeys(tensor.device for tensor in self.tensors.values())
+        return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
     def load(self, values: Mapping[str, Tensor]) -> None:
         """Copy values into the model's tensors: all of them or, where one does not fit, none."""

@@ -61,13 +61,14 @@ def limited(
     whole = replace(part, prior=None)  # a prediction knows no values
     iteration = LocalIteration(whole, tuple(inputs[:1].shape[1:]), task.training, task.threat)
     who = f"client {task.client}, {name_of(task, part)}"
-    try:
-        planned = planner.cheapest(iteration, task.memory - _unpredicted(task, part, len(inputs), beside))
-    except BudgetError as error:
-        raise BudgetError(f"{who}: {error}") from None
-    terms = Terms(planned.plan, task.memory, ceiling=planned.ceiling)
-    with within(terms, part, beside, f"{who} ({part.layers}), trained by the plan {str(planned.plan)!r}"):
-        yield terms
+    with _alone(part):
+        try:
+            planned = planner.cheapest(iteration, task.memory - _unpredicted(task, part, len(inputs), beside))
+        except BudgetError as error:
+            raise BudgetError(f"{who}: {error}") from None
+        terms = Terms(planned.plan, task.memory, ceiling=planned.ceiling)
+        with within(terms, part, beside, f"{who} ({part.layers}), trained by the plan {str(planned.plan)!r}"):
+            yield terms
 
 
 def _unpredicted(task: Train, part: ModelPart, samples: int, beside: Sequence[Tensor]) -> int:
@@ -106,7 +107,7 @@ def within(terms: Terms, part: ModelPart, beside: Sequence[Tensor], what: str) -
 
     device, held = part.chain.device, [*part.tensors, *beside]
     if device.type == "cuda":
-        with _alone(part, device), _on_cuda(terms, device, held, exceeded):
+        with _on_cuda(terms, device, held, exceeded):
             yield
     else:
         with _Tracker(held, terms.limit, exceeded) as tracker:
@@ -150,14 +151,28 @@ def _on_cuda(terms: Terms, device: torch.device, held: Sequence[Tensor], exceede
 
 
 @contextmanager
-def _alone(part: ModelPart, device: torch.device) -> Iterator[None]:
-    """Keep the tensors of the chain that a part does not have in the machine's memory within a `with` block."""
+def _alone(part: ModelPart) -> Iterator[None]:
+    """Leave a part's own tensors alone on a GPU within a `with` block, side by side; a chain on a CPU stays as it is.
+
+    What the allocator cannot give back, since it lies between tensors that stay, would count against a limit. So all
+    tensors of the chain leave, and those of the part come back. A trial then finds the memory as the training does.
+    """
+    device = part.chain.device
+    if device.type != "cuda":
+        yield
+        return
     own = {id(tensor) for tensor in part.tensors}
-    others = [tensor for tensor in part.chain.tensors.values() if id(tensor) not in own]
+    everything = [*part.chain.tensors.values(), *part.tensors]
     try:
-        for tensor in others:
-            tensor.data = tensor.data.cpu()
+        _move(everything, torch.device("cpu"))
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        _move((tensor for tensor in everything if id(tensor) in own), device)
         yield
     finally:
-        for tensor in others:
-            tensor.data = tensor.data.to(device)
+        _move(everything, device)
+
+
+def _move(tensors: Iterable[Tensor], device: torch.device) -> None:
+    for tensor in tensors:
+        tensor.data = tensor.data.to(device)
