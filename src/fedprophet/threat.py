@@ -33,6 +33,11 @@ def feature_threat(radius: float, steps: int, bounds: tuple[float, float]) -> Th
     return ThreatModel("l2", radius, 2.5 * radius / max(steps, 1), steps, bounds)
 
 
+def scaled(threat: ThreatModel, share: float) -> ThreatModel:
+    """Return a threat with a share of the radius, and steps to match."""
+    return threat if share == 1 else replace(threat, radius=share * threat.radius, step=share * threat.step)
+
+
 def with_steps(threat: ThreatModel, steps: int) -> ThreatModel:
     """Return the same threat with another number of steps; in an l2 ball the step follows."""
     if threat.norm == "l2":

@@ -156,19 +156,33 @@ def test_a_small_preset_is_the_same_experiment_in_little(preset):
 
 BEST = {
     "train.warmup_stages": "first",
+    "perturbation.start": 0.4,
     "perturbation.restart": "last",
+    "perturbation.every": 15,
+    "perturbation.window": 2,
+    "perturbation.threshold": 0.02,
+    "convergence.patience": "20%",
     "convergence.patience_after": "alpha",
     "convergence.weight": 1.5,
+    "evaluate.every": 5,
     "evaluate.before_gate": 25,
 }
+SHORT = {"rounds": 150, "train.decay": 0.98}
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_best_preset_is_the_papers_with_rules_of_our_own(method):
-    settings = [f"{key}={rule}" for key, rule in BEST.items()]
+def test_the_best_preset_is_the_one_for_everyone_with_rules_of_our_own_and_short_stages(method):
+    settings = [f"{key}={rule}" for key, rule in (BEST | (SHORT if METHODS[method].cascade else {})).items()]
     assert load_config("cifar10-balanced-best", [f"method={method}"]) == load_config(
-        "cifar10-balanced", [f"method={method}", *settings]
+        "cifar10-balanced-global", [f"method={method}", *settings]
     )
+
+
+def test_a_learning_rate_ends_where_the_papers_does():
+    """0.994^500 is 0.049; so are 0.98^150 and 0.973^110."""
+    for preset, method in (("balanced", "jfat"), ("balanced-global", "jfat"), ("balanced-best", "fedprophet")):
+        config = load_config(f"cifar10-{preset}", [f"method={method}"])
+        assert config.train.decay**config.rounds == pytest.approx(0.049, abs=0.001)
 
 
 # Stand-ins for the datasets ------------------------------------------------------------------------------------------
@@ -277,7 +291,7 @@ def test_the_best_preset_warms_up_once_and_carries_alpha_on(made):
         records.append(record)
     assert [record["adversarial_training"] for record in records] == [False, True, True, True, True, True]
     kept = [record["fixed"]["alpha"] for record in records if "fixed" in record]
-    assert [record["alpha"] for record in records[::2]] == [None, 0.3, max(0.3, kept[1])]
+    assert [record["alpha"] for record in records[::2]] == [None, 0.4, max(0.4, kept[1])]
 
 
 @pytest.mark.parametrize("preset", SMALL)

@@ -26,6 +26,18 @@ def test_everyone_trains_the_whole_model_under_the_attack_on_images(played):
         assert {task.training.learning_rate for task in tasks} == {0.1 * 0.994 ** (record["round"] - 1)}
 
 
+def test_the_attack_may_grow_after_the_warm_up(tiny, play_in_memory, scripted):
+    """Of five rounds the first is the warm-up; the radius of 0.1 is reached in the fourth, in three equal steps."""
+    played = play_in_memory(tiny({**SETTINGS, "rounds": 5, "attack.ramp": 3}), scripted(ACCURACIES))
+    assert [record["epsilon"] for record in played.records] == pytest.approx([0.1, 0.1 / 3, 0.2 / 3, 0.1, 0.1])
+    assert [record["adversarial_training"] for record in played.records] == [False, True, True, True, True]
+    threats = [played.of(number, "train")[0][0].threat for number in range(1, 6)]
+    assert threats[0] is None
+    assert [threat.step / threat.radius for threat in threats[1:]] == pytest.approx([0.25] * 4)
+    evaluated = [task.threat for number in range(1, 6) for task in played.of(number, "evaluate")[0]]
+    assert {threat.radius for threat in evaluated} == {0.1}, "it is judged under the whole attack"
+
+
 def test_it_plays_all_rounds_whatever_the_patience(played):
     assert [record["round"] for record in played.records] == [1, 2, 3, 4, 5, 6]
 

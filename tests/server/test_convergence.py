@@ -13,6 +13,12 @@ def test_warm_up_trains_without_attack_and_the_gate_opens_later() -> None:
     assert [RULE.counts(t) for t in (101, 125, 126)] == [False, False, True]
 
 
+def test_the_attack_on_images_grows_after_the_warm_up() -> None:
+    growing = replace(RULE, ramp=50)
+    assert [growing.strength(t) for t in (1, 100, 101, 125, 149, 150, 151)] == [0, 0, 0.02, 0.5, 0.98, 1, 1]
+    assert [RULE.strength(t) for t in (100, 101)] == [0, 1], "without a ramp it is whole at once"
+
+
 def test_evaluations_are_rare_as_set_and_the_last_round_has_one() -> None:
     rule = StageRule(rounds=11, warmup=4, gate=2, patience=3, every=2, before_gate=3)
     # The gate opens after round 6: 3 and 6 before it, 8 and 10 behind it, 11 in any case.

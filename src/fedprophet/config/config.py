@@ -107,6 +107,11 @@ class Config(Section):
         return share_of(self.train.warmup, self.rounds)
 
     @property
+    def ramp_rounds(self) -> int:
+        """Rounds after the warm-up in which the radius on images grows."""
+        return share_of(self.attack.ramp, self.rounds)
+
+    @property
     def frozen_after_rounds(self) -> int:
         """Rounds of a stage after which norm statistics are fixed, where they are."""
         return share_of(self.norm.frozen_after, self.rounds)

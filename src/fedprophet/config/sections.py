@@ -172,11 +172,22 @@ class AttackSettings(Section):
     )
     steps: int = Field(default=10, ge=0, description="PGD steps on images; 0 trains without an attack.")
     feature_steps: int = Field(default=10, ge=0, description="PGD steps on features.")
+    ramp: Rounds = Field(
+        default=0,
+        description="Rounds after the warm-up in which the radius on images grows to its full size (none in the "
+        "paper). A whole model whose norm layers are shared may stop learning when it meets all of it at once.",
+    )
 
     @property
     def step_size(self) -> float:
         """The step on images as a number."""
         return self.radius / 4 if self.step == "auto" else self.step
+
+    def conflicts(self, config: Any) -> Iterator[str]:
+        left = config.rounds - config.warmup_rounds
+        if config.ramp_rounds > max(left, 0):
+            text = f"at most rounds − train.warmup = {left}, or no round would meet the whole attack"
+            yield misfit("attack.ramp", self.ramp, text)
 
 
 class ConvergenceSettings(Section):

@@ -49,10 +49,11 @@ class Baseline(Method[S]):
     def training_round(self, state: S) -> Conversation[tuple[S, Record]]:
         """Play one round: report, assign, train, join, evaluate; after the last one, go back to the best."""
         state = replace(state, round=state.round + 1)
+        threat = self.world.training_threat(state.round)
         record: Record = {
             "round": state.round,
-            "adversarial_training": self.world.stage_rule().adversarial(state.round),
-            "epsilon": self.world.config.attack.radius,
+            "adversarial_training": threat is not None,
+            "epsilon": threat.radius if threat else self.world.config.attack.radius,
         }
         available = yield from self.ask_resources(state, record)
         tasks = self.assign(state, available, record)
@@ -106,10 +107,9 @@ class Baseline(Method[S]):
     def train_task(self, state: S, client: int) -> Train:
         """Return the local training of the whole model."""
         world = self.world
-        adversarial = world.stage_rule().adversarial(state.round)
         return Train(
             **self.model_fields(state, client),
-            threat=world.image_threat(world.config.attack.steps) if adversarial else None,
+            threat=world.training_threat(state.round),
             training=world.local_training(state.round),
             calibration=world.calibration(client),
             wants_local=world.gathers_layers,

@@ -138,12 +138,13 @@ class FedProphet(Method[CascadeState]):
     def training_round(self, state: CascadeState) -> Conversation[tuple[CascadeState, Record]]:
         """Play one communication round of Algorithm 2."""
         state = replace(state, round=state.round + 1, stage_round=state.stage_round + 1)
+        threat = self._training_threat(state)
         record: Record = {
             "round": state.round,
             "module": state.stage + 1,
             "stage_round": state.stage_round,
-            "adversarial_training": self._rule(state).adversarial(state.stage_round),
-            "epsilon": self._threat(state).radius,
+            "adversarial_training": threat is not None,
+            "epsilon": (threat or self._threat(state)).radius,
             "alpha": state.perturbation.alpha if state.perturbation else None,
         }
         state = yield from self._train(state, record)
@@ -311,6 +312,12 @@ class FedProphet(Method[CascadeState]):
         bounds = self.world.chain.atoms[self.world.modules[state.stage].first - 1].bounds
         return feature_threat(state.perturbation.radius, attack.feature_steps, bounds)
 
+    def _training_threat(self, state: CascadeState) -> ThreatModel | None:
+        """The attack that a round trains under: none in the warm-up, and on images a growing one after it."""
+        if state.perturbation is None:
+            return self.world.training_threat(state.stage_round)
+        return self._threat(state) if self._rule(state).adversarial(state.stage_round) else None
+
     def _model_fields(self, state: CascadeState, client: int, last: int, head: int | None) -> ModelFields:
         """Return what a task on modules m … `last` and a head is made with, behind the frozen modules."""
         module, end = self.world.modules[state.stage], self.world.modules[last].last
@@ -336,10 +343,9 @@ class FedProphet(Method[CascadeState]):
 
     def _train_task(self, state: CascadeState, client: int, last: int) -> Train:
         """Return the joint training of modules m … M_k under the last one's exit (Eq. 13)."""
-        adversarial = self._rule(state).adversarial(state.stage_round)
         return Train(
             **self._model_fields(state, client, last, self._exit(last)),
-            threat=self._threat(state) if adversarial else None,
+            threat=self._training_threat(state),
             training=self.world.local_training(state.stage_round),
             calibration=self.world.calibration(client),
             wants_local=self.world.gathers_layers,

@@ -20,7 +20,7 @@ from fedprophet.server.convergence import StageRule
 from fedprophet.server.rules import RULES
 from fedprophet.server.rules.registry import Parameters
 from fedprophet.server.weights import Sizes, no_sizes
-from fedprophet.threat import ThreatModel, input_threat
+from fedprophet.threat import ThreatModel, input_threat, scaled
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,11 @@ class World:
         """Return the threat on images, with this many steps of the attack."""
         attack = self.config.attack
         return input_threat(attack.radius, attack.step_size, steps)
+
+    def training_threat(self, stage_round: int) -> ThreatModel | None:
+        """Return the threat on images that a round trains under; None in the warm-up."""
+        strength = self.stage_rule().strength(stage_round)
+        return scaled(self.image_threat(self.config.attack.steps), strength) if strength else None
 
     def local_training(self, stage_round: int) -> LocalTraining:
         """Return the hyper-parameters of a round; the learning rate decays over the rounds of the stage."""
@@ -182,6 +187,7 @@ def stage_rule(config: Config, stage: int = 0) -> StageRule:
         before_gate=evaluate.before_gate or evaluate.every,
         weight=None if convergence.weight == "ratio" else convergence.weight,
         waits_for_alpha=convergence.patience_after == "alpha",
+        ramp=config.ramp_rounds,
     )
 
 

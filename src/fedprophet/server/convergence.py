@@ -18,9 +18,10 @@ class Best:
 class StageRule:
     """A stage starts with `warmup` rounds of standard training; `gate` rounds later its score begins to count.
 
-    From one evaluation to the next it has `every` rounds, and `before_gate` rounds as long as no score counts. `weight`
-    is that of the adversarial accuracy in the score; None: ratio*. `waits_for_alpha`: patience begins anew when alpha
-    changes, so that a stage is not over before the effect of the change can be seen.
+    In the `ramp` rounds after the warm-up the attack on images grows. From one evaluation to the next there are `every`
+    rounds, and `before_gate` rounds as long as no score counts. `weight` is that of the adversarial accuracy in the
+    score; None: ratio*. `waits_for_alpha`: patience begins anew when alpha changes, so that a stage is not over before
+    the effect of the change can be seen.
     """
 
     rounds: int
@@ -31,6 +32,7 @@ class StageRule:
     before_gate: int = 1
     weight: float | None = None
     waits_for_alpha: bool = False
+    ramp: int = 0
 
     @property
     def ungated(self) -> "StageRule":
@@ -40,6 +42,11 @@ class StageRule:
     def adversarial(self, stage_round: int) -> bool:
         """Whether a round (the first is 1) trains adversarially."""
         return stage_round > self.warmup
+
+    def strength(self, stage_round: int) -> float:
+        """Return which share of its radius the attack on images has in a round: 0 in the warm-up, then up to 1."""
+        attacked = max(stage_round - self.warmup, 0)
+        return min(attacked / max(self.ramp, 1), 1.0)
 
     def counts(self, stage_round: int) -> bool:
         """Whether a round can become the stage's best, end it, or move the perturbation."""
