@@ -1,0 +1,66 @@
+"""Finished runs taken into the repository, and read from there."""
+
+import sys
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+
+from cifar10_table.cells import CELLS, known
+from cifar10_table.keeping import SMALL, shortened
+from fedprophet.display.numbers import counted
+from fedprophet.errors import CheckpointError, FedProphetError
+from fedprophet.report.runs import ReadFolder, read_folder
+from fedprophet.runs.files import RunFiles
+from fedprophet.storage.files import write_atomic_all
+
+Kept = Mapping[str, ReadFolder]
+"""The finished runs by the name of their cell."""
+
+
+def bring(file: Path, results: Path) -> str:
+    """Take a finished run's small files into the folder of the results; return what was done, as a sentence."""
+    files = read_tar(file)
+    cell = known(file.name.removesuffix(SMALL))
+    if RunFiles(Path()).results.name not in files:
+        rounds = files.get("journal.jsonl", b"").count(b"\n")
+        raise CheckpointError(f"{file.name}: the run is not finished, it has {counted(rounds, 'round')}: play it on")
+    target = results / cell.name
+    journal = RunFiles(target).journal
+    if journal.exists() and journal.read_bytes() != files["journal.jsonl"]:
+        raise CheckpointError(f"{file.name}: another run of this cell is in {target}. Move it away first")
+    write_atomic_all((target / name, content) for name, content in files.items())
+    read_folder(target)
+    return f"{cell.name}: {counted(len(files), 'file')} in {target}"
+
+
+def read_tar(file: Path) -> dict[str, bytes]:
+    """Return the files of a run's own folder in a tar, without paths; what lies deeper is left out."""
+    found = {}
+    try:
+        with tarfile.open(file, "r:gz") as tar:
+            for member in tar.getmembers():
+                path, content = PurePosixPath(member.name), tar.extractfile(member)
+                if content is not None and len(path.parts) == 2 and path.suffix in (".json", ".jsonl", ".toml"):
+                    data = content.read()
+                    found[path.name] = data if path.suffix == ".jsonl" else shortened(data)
+    except (OSError, EOFError, tarfile.TarError) as error:
+        raise CheckpointError(f"{file.name} cannot be read: {error}") from None
+    return found
+
+
+def bring_all(folder: Path, results: Path) -> int:
+    """Bring every run of a folder; say which are refused, and return how many."""
+    refused = 0
+    for file in sorted(folder.glob(f"*{SMALL}")):
+        try:
+            print(bring(file, results))
+        except FedProphetError as error:
+            print(error, file=sys.stderr)
+            refused += 1
+    return refused
+
+
+def read_kept(results: Path) -> dict[str, ReadFolder]:
+    """Return the finished runs that are kept."""
+    folders = {name: results / name for name in CELLS if RunFiles(results / name).results.is_file()}
+    return {name: read_folder(folder) for name, folder in folders.items()}
