@@ -103,6 +103,9 @@ def play(arguments: argparse.Namespace) -> int:
     began = playing.now()
     outcomes = playing.play_cells([known(name) for name in arguments.cells], how)
     print(playing.outcome_table(outcomes, playing.now() - began))
+    reached = playing.closing_text(outcomes, arguments.runs)
+    if reached:
+        print(f"\n{reached}")
     return int(any(outcome.state.startswith("failed") for outcome in outcomes))
 
 

@@ -1,12 +1,12 @@
 """Finished runs taken into the repository, and read from there."""
 
+import re
 import sys
-import tarfile
 from collections.abc import Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from cifar10_table.cells import CELLS, known
-from cifar10_table.keeping import SMALL, shortened
+from cifar10_table.keeping import SMALL, read_tar, shortened
 from fedprophet.display.numbers import counted
 from fedprophet.errors import CheckpointError, FedProphetError
 from fedprophet.report.runs import ReadFolder, read_folder
@@ -19,7 +19,7 @@ Kept = Mapping[str, ReadFolder]
 
 def bring(file: Path, results: Path) -> str:
     """Take a finished run's small files into the folder of the results; return what was done, as a sentence."""
-    files = read_tar(file)
+    files = files_to_bring(file)
     cell = known(file.name.removesuffix(SMALL))
     if RunFiles(Path()).results.name not in files:
         rounds = files.get("journal.jsonl", b"").count(b"\n")
@@ -33,19 +33,13 @@ def bring(file: Path, results: Path) -> str:
     return f"{cell.name}: {counted(len(files), 'file')} in {target}"
 
 
-def read_tar(file: Path) -> dict[str, bytes]:
+def files_to_bring(file: Path) -> dict[str, bytes]:
     """Return the files of a run's own folder in a tar, without paths; what lies deeper is left out."""
-    found = {}
-    try:
-        with tarfile.open(file, "r:gz") as tar:
-            for member in tar.getmembers():
-                path, content = PurePosixPath(member.name), tar.extractfile(member)
-                if content is not None and len(path.parts) == 2 and path.suffix in (".json", ".jsonl", ".toml"):
-                    data = content.read()
-                    found[path.name] = data if path.suffix == ".jsonl" else shortened(data)
-    except (OSError, EOFError, tarfile.TarError) as error:
-        raise CheckpointError(f"{file.name} cannot be read: {error}") from None
-    return found
+    return {
+        name: content if name.endswith(".jsonl") else shortened(content)
+        for name, content in read_tar(file).items()
+        if re.fullmatch(r"[^/]+\.(json|jsonl|toml)", name)
+    }
 
 
 def bring_all(folder: Path, results: Path) -> int:

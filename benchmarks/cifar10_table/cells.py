@@ -40,6 +40,39 @@ class Row:
         return tuple(Cell(f"{self.name}-seed{seed}", self, seed) for seed in self.seeds)
 
 
+BESIDE_THE_PAPER = (
+    "personalised clean / PGD-20",
+    "the paper",
+    "personalised AutoAttack",
+    "the paper's",
+    "global clean / PGD-20",
+    "best round",
+    "last round, personalised",
+    "simulated time",
+    "wall clock",
+)
+ONE_MODEL = (
+    "personalised clean / PGD-20",
+    "uncalibrated clean / PGD-20",
+    "global clean / PGD-20",
+    "rounds",
+    "wall clock",
+)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows that make a table and a part of the figure, and the table's columns, by their names in `columns`."""
+
+    title: str
+    rows: tuple[Row, ...]
+    columns: tuple[str, ...] = BESIDE_THE_PAPER
+
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        return tuple(cell for row in self.rows for cell in row.cells)
+
+
 ORDER = ("jfat", "fedprophet", "feddf", "fedet", "heterofl", "feddrop", "fedrolex", "fedrbn")
 SEEDS = {"jfat": (0, 1, 2), "fedprophet": (0, 1, 2)}
 SAVED_OFTEN = "checkpoint.every=25"
@@ -69,38 +102,39 @@ def _ablation(name: str, title: str, *changes: str) -> Row:
     )
 
 
-GROUPS: Mapping[str, tuple[Row, ...]] = {
-    "Every device equally likely": (
-        *_all_methods("balanced"),
-        Row(
-            "best-fedprophet",
-            "FedProphet, rules of our own",
-            "cifar10-balanced-best",
-            "fedprophet",
-            (SAVED_OFTEN,),
-            SEEDS["fedprophet"],
-            ("table2", "CIFAR-10 balanced", "FedProphet"),
+def _one_model(method: str) -> Row:
+    settings = (SAVED_OFTEN, "rounds=200", "perturbation.every=20")
+    return Row(f"short-global-{method}", METHODS[method].paper, "cifar10-balanced-global", method, settings)
+
+
+BEST = Row(
+    "best-fedprophet",
+    "FedProphet, rules of our own",
+    "cifar10-balanced-best",
+    "fedprophet",
+    (SAVED_OFTEN,),
+    SEEDS["fedprophet"],
+    ("table2", "CIFAR-10 balanced", "FedProphet"),
+)
+GROUPS: tuple[Group, ...] = (
+    Group("Every device equally likely", (*_all_methods("balanced"), BEST)),
+    Group("Mostly weak devices", tuple(_all_methods("unbalanced"))),
+    Group(
+        "FedProphet without APA or DMA, every device equally likely",
+        (
+            _ablation("noapa", "no APA", NO_APA),
+            _ablation("nodma", "no DMA", NO_DMA),
+            _ablation("noapa-nodma", "neither", NO_APA, NO_DMA),
         ),
     ),
-    "Mostly weak devices": tuple(_all_methods("unbalanced")),
-    "FedProphet without APA or DMA, every device equally likely": (
-        _ablation("noapa", "no APA", NO_APA),
-        _ablation("nodma", "no DMA", NO_DMA),
-        _ablation("noapa-nodma", "neither", NO_APA, NO_DMA),
+    Group(
+        "One model for everyone, at most 200 rounds (a stage)",
+        (_one_model("jfat"), _one_model("fedprophet")),
+        ONE_MODEL,
     ),
-    "One model for everyone, at most 200 rounds (a stage)": tuple(
-        Row(
-            f"short-global-{method}",
-            METHODS[method].paper,
-            "cifar10-balanced-global",
-            method,
-            (SAVED_OFTEN, "rounds=200", "perturbation.every=20"),
-        )
-        for method in ("jfat", "fedprophet")
-    ),
-}
-"""The tables of the page, and the runs behind them; rows without numbers of the paper are in the figure alone."""
-CELLS: Mapping[str, Cell] = {cell.name: cell for rows in GROUPS.values() for row in rows for cell in row.cells}
+)
+"""The tables of the page, and the runs behind them."""
+CELLS: Mapping[str, Cell] = {cell.name: cell for group in GROUPS for cell in group.cells}
 
 
 def known(name: str) -> Cell:

@@ -1,11 +1,11 @@
 """The columns of the tables: what each says of some runs that differ in their seed alone."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 from fedprophet.methods import METHODS
 from fedprophet.report.compare import Statistic
 from fedprophet.report.runs import ReadFolder
+from fedprophet.runs.summary import Kind
 
 
 def spread(values: Sequence[float]) -> str:
@@ -22,7 +22,7 @@ def spreads(runs: Iterable[ReadFolder], numbers: Callable[[ReadFolder], Sequence
     return " / ".join(spread(values) for values in zip(*found, strict=True))
 
 
-def accuracies(kind: Any, *attacks: str) -> Callable[[ReadFolder], Sequence[float] | None]:
+def accuracies(kind: Kind, *attacks: str) -> Callable[[ReadFolder], Sequence[float] | None]:
     """Return what gives a run's accuracies of a kind, in %; None where one was not measured."""
 
     def of(run: ReadFolder) -> Sequence[float] | None:
@@ -68,21 +68,34 @@ def hours(runs: Sequence[ReadFolder]) -> str:
     return f"{text} h" if text else ""
 
 
+def rounds(runs: Sequence[ReadFolder]) -> str:
+    """Return how many rounds one run had."""
+    return f"{runs[0].summary.rounds:,}" if len(runs) == 1 else ""
+
+
 def wall_clock(runs: Sequence[ReadFolder]) -> str:
     """Return what one run took on the clock."""
     seconds = runs[0].seconds
     return f"{seconds:,.0f} s" if len(runs) == 1 and seconds is not None else ""
 
 
-PAPER_COLUMN = "the paper"
-COLUMNS: Mapping[str, Callable[[Sequence[ReadFolder]], str]] = {
-    "personalised clean / PGD-20": lambda runs: spreads(runs, accuracies("personalised", "clean", "pgd20")),
-    PAPER_COLUMN: lambda runs: "",
+Make = Callable[[Sequence[ReadFolder]], str]
+
+
+def clean_and_attacked(kind: Kind) -> Make:
+    """Return the column of the accuracies of a kind."""
+    return lambda runs: spreads(runs, accuracies(kind, "clean", "pgd20"))
+
+
+COLUMNS: Mapping[str, Make] = {
+    "personalised clean / PGD-20": clean_and_attacked("personalised"),
+    "uncalibrated clean / PGD-20": clean_and_attacked("uncalibrated"),
     "personalised AutoAttack": autoattack,
-    f"{PAPER_COLUMN}'s": lambda runs: "",
-    "global clean / PGD-20": lambda runs: spreads(runs, accuracies("global", "clean", "pgd20")),
+    "global clean / PGD-20": clean_and_attacked("global"),
     "best round": which_round,
     "last round, personalised": lambda runs: spreads(runs, last_round),
     "simulated time": hours,
+    "rounds": rounds,
     "wall clock": wall_clock,
 }
+"""Those of our own numbers; the paper's are in `tables`."""

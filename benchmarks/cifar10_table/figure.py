@@ -48,16 +48,16 @@ def figure(kept: Kept) -> bytes:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    groups = {title: rows for title, rows in GROUPS.items() if any(c.name in kept for row in rows for c in row.cells)}
+    groups = [group for group in GROUPS if any(cell.name in kept for cell in group.cells)]
     if not groups:
         raise ConfigError("no finished run is kept: there is nothing to draw")
     with rc_context({"svg.hashsalt": "cifar10"}):
         drawn = Figure(figsize=(WIDTH, HEIGHT * len(groups)), layout="constrained", facecolor="white")
         parts = drawn.subfigures(len(groups), 1, squeeze=False).flat
-        for part, (title, rows) in zip(parts, groups.items(), strict=True):
-            part.suptitle(title, x=0.01, ha="left", fontsize=11, color=INK, fontweight="bold")
+        for part, group in zip(parts, groups, strict=True):
+            part.suptitle(group.title, x=0.01, ha="left", fontsize=11, color=INK, fontweight="bold")
             for axes, measure in zip(part.subplots(1, 2), MEASURES, strict=True):
-                draw_rows(axes, rows, kept, measure)
+                draw_rows(axes, group.rows, kept, measure)
         data = io.BytesIO()
         drawn.savefig(data, format="svg", metadata={"Date": None, "Creator": None})
     return data.getvalue()

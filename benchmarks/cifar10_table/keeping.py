@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from threading import Event, Thread
 from typing import Any
 
@@ -19,7 +19,7 @@ from fedprophet.errors import CheckpointError, FedProphetError
 from fedprophet.report.runs import EVALUATION
 from fedprophet.runs.files import RunFiles, is_finished
 from fedprophet.runs.pack import pack
-from fedprophet.storage.files import write_atomic
+from fedprophet.storage.files import write_atomic, write_atomic_all
 
 PART = 15 * 2**20
 """The most bytes of a part of a packed run."""
@@ -53,6 +53,25 @@ def tar_of(folder: str, files: Mapping[str, bytes]) -> bytes:
             member.size = len(content)
             tar.addfile(member, io.BytesIO(content))
     return data.getvalue()
+
+
+def read_tar(file: Path) -> dict[str, bytes]:
+    """Return the files of the one run in a tar by their paths within it."""
+    found = {}
+    try:
+        with tarfile.open(file, "r:gz") as tar:
+            for member in tar.getmembers():
+                path, content = PurePosixPath(member.name), tar.extractfile(member)
+                if content is not None and ".." not in path.parts:
+                    found["/".join(path.parts[1:])] = content.read()
+    except (OSError, EOFError, tarfile.TarError) as error:
+        raise CheckpointError(f"{file.name} cannot be read: {error}") from None
+    return found
+
+
+def is_measurement(name: str) -> bool:
+    """Whether a file of a run is what `fedprophet evaluate` has measured, or goes on with."""
+    return name == EVALUATION or bool(re.fullmatch(r"evaluation/\w+\.jsonl", name))
 
 
 def copy_of(run: Path, target: Path) -> Path:
@@ -136,6 +155,17 @@ class Keeping:
         write_atomic(self.folder / f"{run.name}{SMALL}", tar_of(run.name, files))
         if self.packs:
             self._pack(run)
+
+    def give_back(self, run: Path) -> None:
+        """Lay what was measured of a finished run beside it again: a run that was packed comes without that."""
+        kept = self.folder / f"{run.name}{SMALL}"
+        if not kept.is_file() or not is_finished(RunFiles(run)):
+            return
+        files = read_tar(kept)
+        if files.get(RunFiles(run).journal.name) != RunFiles(run).journal.read_bytes():  # of another run of the cell
+            return
+        measured = {run / name: content for name, content in files.items() if is_measurement(name)}
+        write_atomic_all((file, content) for file, content in measured.items() if not file.exists())
 
     def _pack(self, run: Path) -> None:
         folder, finished = self.folder / f"{run.name}.pack", is_finished(RunFiles(run))

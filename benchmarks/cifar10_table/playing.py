@@ -11,11 +11,13 @@ from typing import Any
 
 import fedprophet
 from cifar10_table.cells import Cell
+from cifar10_table.closing import closing_lines
 from cifar10_table.keeping import Keeping
 from fedprophet.config.compare import differences
 from fedprophet.config.config import Config, machine_keys
 from fedprophet.config.load import load_config
 from fedprophet.errors import ConfigError, TrainingError
+from fedprophet.report.runs import read_folder
 from fedprophet.runs.evaluation import evaluate_run
 from fedprophet.runs.files import RunFiles, is_finished
 from fedprophet.runs.journal import Journal
@@ -25,6 +27,8 @@ from fedprophet.server.coordinator import Record
 
 now = time.monotonic
 SHOWN_EVERY = 25
+ATTACKS = "clean,pgd20,autoattack"
+"""What a finished run is measured with; AutoAttack is judged by the others on the same samples."""
 
 
 class Within(Observer):
@@ -107,11 +111,11 @@ def expect_same(config: Config, run: Path) -> None:
 
 
 def measure(path: Path, samples: int, within: Within) -> str:
-    """Measure a finished run with AutoAttack, too; return how far that came."""
+    """Measure a finished run with AutoAttack, too, or go on with that; return how far it came."""
     run = open_to_read(path)
     with closing(run.session):
         try:
-            evaluate_run(run, "clean,pgd20,autoattack", samples, watch=within.watch)
+            evaluate_run(run, ATTACKS, samples, watch=within.watch)
         except RunStoppedError:
             return "finished, AutoAttack stopped"
     return "finished, AutoAttack measured"
@@ -152,6 +156,7 @@ def play_cells(cells: Sequence[Cell], playing: Playing) -> list[Outcome]:
             outcomes.append(Outcome(cell.name, "no time left", rounds_of(path)))
             continue
         before, within = rounds_of(path), Within(cell.name, last, settle)
+        playing.keeping.give_back(path)
         with playing.keeping.kept(path, playing.about(cell)):
             state = play_cell(path, config, within)
             if state.startswith("finished") and playing.autoattack and now() < last:
@@ -174,3 +179,9 @@ def outcome_table(outcomes: Sequence[Outcome], seconds: float) -> str:
         numbers = f"{outcome.rounds:,} | {outcome.played:,} | {outcome.seconds:,.0f}"
         lines.append(f"| {outcome.cell} | {outcome.state} | {numbers} |")
     return "\n".join([*lines, "", f"{seconds:,.0f} s in all"])
+
+
+def closing_text(outcomes: Sequence[Outcome], runs: Path) -> str:
+    """Return what the finished cells have reached, a paragraph for each; nothing where none is finished."""
+    finished = [outcome.cell for outcome in outcomes if is_finished(RunFiles(runs / outcome.cell))]
+    return "\n\n".join("\n".join(closing_lines(name, read_folder(runs / name))) for name in finished)

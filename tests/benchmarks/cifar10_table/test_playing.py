@@ -1,6 +1,7 @@
 """`benchmarks/cifar10.py play` on a few random images in CIFAR-10's own files: stopped in time, kept, measured."""
 
 import json
+import re
 import shutil
 import tarfile
 from collections.abc import Callable
@@ -10,9 +11,8 @@ import cifar10
 import numpy as np
 import pytest
 from cifar10_table import playing
-from cifar10_table.bringing import read_tar
 from cifar10_table.cells import CELLS
-from cifar10_table.keeping import Keeping, pack_smallest
+from cifar10_table.keeping import Keeping, pack_smallest, read_tar
 from safetensors.torch import save_file
 
 from fedprophet.models import build
@@ -24,6 +24,7 @@ from fedprophet.runs.run import RunStoppedError, reopen, start
 
 RECORDS = 16
 CASCADE, JOINT = "balanced-fedprophet-seed0", "balanced-jfat-seed0"
+LINES = "evaluation/*.jsonl"
 TINY = (
     "engine=plain",
     "threads=1",
@@ -113,7 +114,12 @@ def test_a_cell_that_was_stopped_in_time_ends_as_one_played_in_one_go(played, tm
     assert played(CASCADE, seconds=1000) == 0
     assert contents(runs / CASCADE) == moved
     assert played(CASCADE, seconds=1000) == 0
-    assert f"| {CASCADE} | finished before | 4 | 0 | 0 |" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"| {CASCADE} | finished before | 4 | 0 | 0 |" in said
+    assert " s in all\n\n" in said
+    reached, modules = said.rpartition(" s in all\n\n")[2].splitlines()
+    assert re.fullmatch(rf"{CASCADE} \(clean / PGD-1 in %\): personalised .*; global .*; wall clock \d+ s", reached)
+    assert re.fullmatch(rf"{CASCADE}, by module: 1: .*, alpha 1\.00; 2: .*, alpha \d\.\d\d", modules)
 
 
 def test_a_run_that_is_going_on_is_kept_and_goes_on_elsewhere(given, tmp_path):
@@ -208,6 +214,59 @@ def test_autoattack_is_measured_when_a_run_is_finished(played, tmp_path, monkeyp
     assert asked == []
     assert played(JOINT, seconds=1000, autoattack=40) == 0
     assert asked == [("clean,pgd20,autoattack", 40)]
+
+
+def test_a_run_that_finished_earlier_is_measured_and_a_stopped_measurement_goes_on(
+    played, tmp_path, monkeypatch, capsys
+):
+    run, kept = tmp_path / "runs" / JOINT, tmp_path / "kept"
+    assert played(JOINT, seconds=1000, pack="all") == 0
+    played_rounds = contents(run)
+    measured = lambda: [json.loads(line)["task"] for file in run.glob(LINES) for line in file.read_text().split()]  # noqa: E731
+    monkeypatch.setattr(playing, "ATTACKS", "clean,pgd2")  # AutoAttack itself takes long
+    monkeypatch.setattr(playing, "now", lambda: len(measured()))
+    assert played(JOINT, seconds=4, autoattack=8, pack="all") == 0
+    assert f"| {JOINT} | finished, AutoAttack stopped | 2 | 0 |" in capsys.readouterr().out
+    first = measured()
+    assert len(first) == 4  # a task is a second, and one of them is the reserve
+    assert not (run / "evaluation.json").exists()
+
+    # Elsewhere: the pack has the run, and the small files what was measured of it.
+    shutil.rmtree(run)
+    unpack(kept / f"{JOINT}.pack", run)
+    assert played(JOINT, seconds=1000, autoattack=8) == 0
+    assert f"| {JOINT} | finished, AutoAttack measured | 2 | 0 |" in capsys.readouterr().out
+    assert measured()[:4] == first
+    assert len(set(measured())) == len(measured()) > 4
+    assert contents(run) == played_rounds
+
+    # What was measured stays with the run, even if a call without --autoattack comes in between.
+    before = (run / "evaluation.json").read_bytes()
+    shutil.rmtree(run)
+    unpack(kept / f"{JOINT}.pack", run)
+    assert played(JOINT, seconds=1000) == 0
+    assert json.loads((run / "evaluation.json").read_bytes())["global"] == json.loads(before)["global"]
+    assert {"evaluation.json", *(f"evaluation/{file.name}" for file in run.glob(LINES))} <= set(
+        read_tar(kept / f"{JOINT}.small.tar.gz")
+    )
+
+
+def test_what_was_measured_of_another_run_is_not_given_back(tmp_path):
+    keeping = Keeping(tmp_path / "kept", 60.0)
+    for name, journal in [("one", "{}\n"), ("two", "{}\n{}\n")]:
+        run = tmp_path / name / JOINT
+        run.mkdir(parents=True)
+        files = RunFiles(run)
+        texts = {files.config: "seed = 1\n", files.journal: journal, files.results: "{}", files.model: ""}
+        for file, text in texts.items():
+            file.write_text(text)
+    (tmp_path / "one" / JOINT / "evaluation.json").write_text("{}")
+    keeping.keep(tmp_path / "one" / JOINT, {})
+    keeping.give_back(tmp_path / "two" / JOINT)
+    assert not (tmp_path / "two" / JOINT / "evaluation.json").exists()
+    (tmp_path / "one" / JOINT / "evaluation.json").unlink()
+    keeping.give_back(tmp_path / "one" / JOINT)
+    assert (tmp_path / "one" / JOINT / "evaluation.json").read_text() == "{}"
 
 
 def test_an_evaluation_is_stopped_when_time_is_over(played, tmp_path, monkeypatch):

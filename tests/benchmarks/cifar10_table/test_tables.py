@@ -8,15 +8,22 @@ from pathlib import Path
 import cifar10
 import pytest
 from cifar10_table.bringing import read_kept
-from cifar10_table.cells import CELLS
+from cifar10_table.cells import CELLS, GROUPS
+from cifar10_table.closing import closing_lines, module_text
+from cifar10_table.columns import COLUMNS
 from cifar10_table.figure import apart, figure
-from cifar10_table.tables import BEGIN, END, between_marks, papers, tables
+from cifar10_table.tables import BEGIN, END, PAPER_COLUMNS, between_marks, papers, played_with, tables
 
 JOINT = "balanced-jfat-seed0"
 
 
-def small_tar(folder: Path, cell: str, clean: float, pgd: float, finished: bool = True) -> Path:
-    """Write the small files of a made-up run of two rounds, 5 and 7 s long, 3600 simulated seconds each."""
+def small_tar(
+    folder: Path, cell: str, clean: float, pgd: float, finished: bool = True, commit: str = "abc1234", **more: object
+) -> Path:
+    """Write the small files of a made-up run of two rounds, 5 and 7 s long, 3600 simulated seconds each.
+
+    `more` is in its results.
+    """
     cost = {"computation_s": 3000.0, "access_s": 600.0, "communication_s": 1.0, "memory_bytes": 5}
     measured = {"clean": clean, "adversarial": pgd, "samples": 100}
     lines = [
@@ -33,15 +40,16 @@ def small_tar(folder: Path, cell: str, clean: float, pgd: float, finished: bool 
         "best": {"round": 1, **reached},
         "last": {"round": 2, **reached},
         "starting_weights": "/some/where/start.safetensors",
+        **more,
     }
     timings = [{"round": 1, "seconds": 5.0}, {"round": 2, "seconds": 7.0}]
     evaluation = {"round": 2, "personalised": {"autoattack": {"accuracy": pgd - 0.1, "samples": 50}}, "global": {}}
-    method = cell.split("-")[1]
+    method = cell.split("-")[-2]
     files = {
         "config.toml": f'method = "{method}"\nseed = {cell[-1]}\n[data]\nname = "cifar10"\nroot = "/some/data"\n',
         "journal.jsonl": "".join(f"{json.dumps(line)}\n" for line in lines),
         "timings.jsonl": "".join(f"{json.dumps(line)}\n" for line in timings),
-        "cell.json": json.dumps({"cell": cell, "commit": "abc1234", "settings": ["engine=plain"]}),
+        "cell.json": json.dumps({"cell": cell, "commit": commit, "settings": ["engine=plain"]}),
         **({"results.json": json.dumps(results), "evaluation.json": json.dumps(evaluation)} if finished else {}),
     }
     folder.mkdir(exist_ok=True)
@@ -86,8 +94,59 @@ def test_finished_runs_are_brought_and_tabulated(page, tmp_path, capsys):
     assert any(line.startswith(f"| FedProphet | 0 | {cascade}") for line in lines)
     assert "| HeteroFL | 0 | | 51.6 / 39.4 | | 38.5 | | | | | |" in lines
     assert "| no APA | 0 | | 79.0 / 57.0 | | | | | | | |" in lines
-    assert "- balanced-jfat-seed1: commit abc1234; `engine=plain`" in lines
+    jfat = ", ".join(f"balanced-jfat-seed{seed}" for seed in range(3))
+    assert f"- {jfat}, unbalanced-fedprophet-seed0: commit abc1234; `engine=plain`" in lines
     assert capsys.readouterr().err == ""
+
+
+def test_one_model_for_everyone_has_columns_of_its_own(page, tmp_path):
+    pair = {"clean": {"accuracy": 0.59, "samples": 9}, "pgd20": {"accuracy": 0.26, "samples": 9}}
+    small_tar(tmp_path / "kept", "short-global-jfat-seed0", 0.7, 0.5, uncalibrated=pair)
+    small_tar(tmp_path / "kept", JOINT, 0.8, 0.6, uncalibrated=pair)
+    assert cifar10.main(["--page", str(page), "bring", str(tmp_path / "kept")]) == 0
+    made = tables(read_kept(page.with_suffix("")))
+    *_, table = made.partition("\n\nPlayed with:")[0].split("### ")
+    columns = "personalised clean / PGD-20 | uncalibrated clean / PGD-20 | global clean / PGD-20 | rounds | wall clock"
+    assert table.splitlines()[2:] == [
+        f"| method | seed | {columns} |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| jFAT | 0 | 70.0 / 50.0 | 59.0 / 26.0 | 70.0 / 50.0 | 2 | 12 s |",
+        "| FedProphet | 0 | | | | | |",
+    ]
+    assert made.count("uncalibrated") == made.count("| rounds |") == 1
+
+
+def test_every_column_of_a_table_is_one_of_ours_or_the_papers():
+    for group in GROUPS:
+        assert set(group.columns) <= COLUMNS.keys() | PAPER_COLUMNS.keys()
+
+
+def test_runs_that_were_played_with_other_things_have_lines_of_their_own(page, tmp_path):
+    for cell, commit in {JOINT: "abc1234", "balanced-jfat-seed1": "other12", "balanced-jfat-seed2": "abc1234"}.items():
+        small_tar(tmp_path / "kept", cell, 0.7, 0.5, commit=commit)
+    cifar10.main(["--page", str(page), "bring", str(tmp_path / "kept")])
+    assert list(played_with(read_kept(page.with_suffix("")))) == [
+        f"- {JOINT}, balanced-jfat-seed2: commit abc1234; `engine=plain`",
+        "- balanced-jfat-seed1: commit other12; `engine=plain`",
+    ]
+
+
+def test_a_finished_run_is_told_in_a_line_and_a_cascade_in_one_more(page, tmp_path):
+    small_tar(tmp_path / "kept", JOINT, 0.7, 0.5)
+    cifar10.main(["--page", str(page), "bring", str(tmp_path / "kept")])
+    kept = read_kept(cifar10.PAGE.with_suffix("")) | read_kept(page.with_suffix(""))
+    measured = "(clean / PGD-20 in %): personalised"
+    reached = "70.0 / 50.0; global 70.0 / 50.0; AutoAttack 40.0 (50 samples); best round 1 of 2; wall clock 12 s"
+    assert list(closing_lines("one", kept[JOINT])) == [f"one {measured} {reached}"]
+    # The run of the repository.
+    cascade = "79.1 / 53.9; uncalibrated 59.5 / 25.7; global 59.3 / 25.8; best round 512 of 838: 78.4 / 56.5"
+    reached, modules = closing_lines("two", kept["short-global-fedprophet-seed0"])
+    assert reached == f"two {measured} {cascade}; wall clock 694 s"
+    assert modules.startswith(
+        "two, by module: 1: 63.0 / 51.0, alpha 1.00; 2: 69.5 / 54.9, alpha 0.50; 3: 76.7 / 56.0, "
+    )
+    assert modules.endswith("; 7: 79.1 / 53.9, alpha 0.30")
+    assert module_text({"module": 2, "clean": None, "adversarial": None, "alpha": None}) == "2: – / –"
 
 
 def test_what_is_not_finished_or_another_run_is_refused(page, tmp_path, capsys):
