@@ -3,19 +3,24 @@
     python benchmarks/one_model.py --seeds 3                          # hours on two cores; goes on where it stopped
     python benchmarks/one_model.py --methods jfat --choices shared "shared, calibrated"
     python benchmarks/one_model.py --table                            # the table again, from what was measured
+    python benchmarks/one_model.py --table --merge FILE.json          # with what was measured elsewhere
 
 Each run is the `digits` preset with the keys of its choice, on one thread. What was measured is kept in one-model.json,
-with the machine it was measured on, and is not measured again.
+with the machine it was measured on, and is not measured again. A run is there as soon as it is finished: Ctrl-C costs
+those that are going on.
 """
 
 import argparse
 import json
 import platform
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from itertools import islice
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +28,17 @@ import torch
 from machine import PAPER
 
 import fedprophet
+from fedprophet.cli.stopping import stopped_once
+from fedprophet.display.numbers import counted
+from fedprophet.errors import ConfigError, FedProphetError, unknown
 from fedprophet.machine import processor
 from fedprophet.methods import METHODS
+from fedprophet.runs.run import RunStoppedError
+from fedprophet.storage.files import parse_json, write_atomic
 
 Row = dict[str, Any]
+Job = tuple[str, str, int]
+"""The method, the choice and the seed of a run, of which there is one row at most."""
 CALIBRATED, SHARED, ATTACKED = "train.calibration=labels", "norm.layers=shared", "norm.refresh=attacked"
 CHOICES: dict[str, list[str]] = {
     "local": [],
@@ -48,6 +60,8 @@ CHOICES: dict[str, list[str]] = {
 """What differs from the paper's settings: norm layers with the clients, plain labels."""
 KINDS = ("personalised", "uncalibrated", "global")
 ATTACKS = ("clean", "pgd20")
+STOPPED = 130
+"""The exit code of a command that Ctrl-C has ended."""
 
 
 def makes_sense(method: str, choice: str) -> bool:
@@ -118,9 +132,14 @@ def page(rows: list[Row], methods: list[str]) -> str:
     )
 
 
-def missing(rows: list[Row], arguments: argparse.Namespace) -> Iterator[tuple[str, str, int]]:
+def job_of(row: Row) -> Job:
+    """Return what a row is the result of."""
+    return row["method"], row["choice"], row["seed"]
+
+
+def missing(rows: Sequence[Row], arguments: argparse.Namespace) -> Iterator[Job]:
     """Yield what is asked for and not measured yet, one seed of everything first."""
-    known = {(row["method"], row["choice"], row["seed"]) for row in rows}
+    known = set(map(job_of, rows))
     for seed in range(arguments.seeds):
         for choice in arguments.choices:
             for method in arguments.methods:
@@ -128,28 +147,127 @@ def missing(rows: list[Row], arguments: argparse.Namespace) -> Iterator[tuple[st
                     yield method, choice, seed
 
 
-def main() -> None:
-    """Measure what is missing, and write the table after every run."""
+# Measuring -----------------------------------------------------------------------------------------------------------
+
+
+def finished(jobs: Sequence[Job], workers: int) -> Iterator[tuple[Job, Future[Row]]]:
+    """Run jobs side by side, and yield each when it is over; a stop ends those that are going on."""
+    waiting = iter(jobs)
+    going: dict[Future[Row], Job] = {}
+    with ProcessPoolExecutor(workers) as pool:
+        try:
+            # No more is given to the pool than it works on: what is in its queue cannot be taken back.
+            going |= {pool.submit(run, *job): job for job in islice(waiting, workers)}
+            while going:
+                over, _ = wait(going, return_when=FIRST_COMPLETED)
+                going |= {pool.submit(run, *job): job for job in islice(waiting, len(over))}
+                for future in over:
+                    yield going.pop(future), future
+        except (KeyboardInterrupt, GeneratorExit):
+            for process in active_children():  # Ctrl-C in a terminal reaches them anyway, a signal to this one does not
+                process.terminate()
+            raise
+
+
+def line(job: Job, row: Row) -> str:
+    """Return a run as a short line."""
+    method, choice, seed = job
+    reached = [f"{kind} {cell([row], kind)}" for kind in KINDS if kind in row]
+    return f"{METHODS[method].paper}, {choice}, seed {seed}: {', '.join(reached)}; {row['seconds']:.0f} s"
+
+
+def measure(jobs: Sequence[Job], workers: int, rows: list[Row], file: Path) -> int:
+    """Add what is measured to the rows and to their file, run by run; return the exit code."""
+    code = 0
+    try:
+        for done, (job, future) in enumerate(finished(jobs, workers), start=1):
+            try:
+                rows.append(future.result())
+                said = line(job, rows[-1])
+                save(rows, file)
+            except RunStoppedError:  # by the same Ctrl-C
+                raise KeyboardInterrupt from None
+            except FedProphetError as error:
+                code, said = 1, f"{', '.join(map(str, job))}: failed: {error}"
+            print(f"{done} of {len(jobs)}: {said}", flush=True)
+    except KeyboardInterrupt:
+        print(f"stopped: {counted(len(rows), 'run')} in {file}; the same command goes on", flush=True)
+        return STOPPED
+    return code
+
+
+def save(rows: Sequence[Row], file: Path) -> None:
+    """Write what is measured."""
+    write_atomic(file, (json.dumps(rows, indent=1) + "\n").encode())
+
+
+# What is measured already --------------------------------------------------------------------------------------------
+
+
+def read(file: Path) -> list[Row]:
+    """Return the rows of a file; raise ConfigError if they are not such rows."""
+    try:
+        rows: list[Row] = parse_json(file.read_bytes())
+        for row in rows:
+            method, choice, _ = job_of(row)
+            if method not in METHODS or choice not in CHOICES:
+                wrong = ("choice", choice, CHOICES) if method in METHODS else ("method", method, METHODS)
+                raise ConfigError(f"{file}: {unknown(*wrong)}")
+        page(rows, list(METHODS))  # which needs all that a row must have
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{file} has no rows of this program: {error!r}") from None
+    return rows
+
+
+def merged(rows: Sequence[Row], others: Sequence[Row]) -> list[Row]:
+    """Return rows with those of others that are missing; what both have stays as it is here."""
+    by_job: dict[Job, Row] = {}
+    for row in (*rows, *others):
+        by_job.setdefault(job_of(row), row)
+    return list(by_job.values())
+
+
+def arguments_of(words: Sequence[str] | None, names: Sequence[str]) -> argparse.Namespace:
+    """Return what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = sorted(METHODS, key=lambda name: METHODS[name].row)
     parser.add_argument("--methods", nargs="*", choices=names, default=names)
     parser.add_argument("--choices", nargs="*", choices=list(CHOICES), default=list(CHOICES))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--table", action="store_true", help="run nothing, write the table again")
+    parser.add_argument(
+        "--merge",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="first add the rows that are missing here",
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    arguments = parser.parse_args()
+    return parser.parse_args(words)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Measure what is missing, and write the table of what is there; return the exit code."""
+    names = sorted(METHODS, key=lambda name: METHODS[name].row)
+    arguments = arguments_of(words, names)
     file = arguments.out / "one-model.json"
-    rows: list[Row] = json.loads(file.read_text()) if file.exists() else []
-    jobs = [] if arguments.table else list(missing(rows, arguments))
-    with ProcessPoolExecutor(arguments.workers) as pool:
-        for row in pool.map(run, *zip(*jobs, strict=True)) if jobs else ():
-            print(json.dumps(row), flush=True)
-            rows.append(row)
-            file.write_text(json.dumps(rows, indent=1) + "\n")
-    (arguments.out / "one-model.md").write_text(page(rows, names))
+    try:
+        rows = read(file) if file.exists() else []
+        for other in arguments.merge:
+            before, rows = len(rows), merged(rows, read(other))
+            print(f"{other}: {counted(len(rows) - before, 'row')} added")
+            save(rows, file)
+        code = measure([] if arguments.table else list(missing(rows, arguments)), arguments.workers, rows, file)
+        write_atomic(arguments.out / "one-model.md", page(rows, names).encode())
+    except FedProphetError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     print(table(rows, names))
+    return code
 
 
 if __name__ == "__main__":
-    main()
+    with stopped_once():
+        code = main()
+    sys.exit(code)

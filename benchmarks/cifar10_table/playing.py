@@ -1,0 +1,187 @@
+"""Cells played one after the other within a time, and what became of each."""
+
+import math
+import re
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fedprophet
+from cifar10_table.cells import Cell
+from cifar10_table.closing import closing_lines
+from cifar10_table.keeping import Keeping
+from fedprophet.config.compare import differences
+from fedprophet.config.config import Config, machine_keys
+from fedprophet.config.load import load_config
+from fedprophet.errors import ConfigError, TrainingError
+from fedprophet.report.runs import read_folder
+from fedprophet.runs.evaluation import evaluate_run
+from fedprophet.runs.files import RunFiles, is_finished
+from fedprophet.runs.journal import Journal
+from fedprophet.runs.observer import Observer
+from fedprophet.runs.run import RunStoppedError, open_to_read
+from fedprophet.server.coordinator import Record
+
+now = time.monotonic
+SHOWN_EVERY = 25
+ATTACKS = "clean,pgd20,autoattack"
+"""What a finished run is measured with; AutoAttack is judged by the others on the same samples."""
+
+
+class Within(Observer):
+    """Stops a run at the end of the last round for which there is time, as Ctrl-C does; shows how it goes.
+
+    From `settle` on it stops at a new best round, too: a run that is saved there has one model, and is packed in half
+    the space. A round that takes much longer than those before it, and the closing evaluation, are stopped when time is
+    over, at the next client's answer: the round is played again.
+    """
+
+    def __init__(self, cell: str, last: float, settle: float = math.inf) -> None:
+        self._cell, self._last, self._settle = cell, last, settle
+        self._recent: list[float] = []
+
+    def started(self, session: object, path: Path, round: int) -> None:
+        print(f"{self._cell}: {f'goes on after round {round}' if round else 'begins'}", flush=True)
+
+    def note(self, text: str) -> None:
+        print(f"{self._cell}: {text}", flush=True)
+
+    def task_done(self, kind: str, done: int, total: int) -> None:
+        if now() > self._last:
+            raise KeyboardInterrupt
+
+    def round_done(self, record: Record, seconds: float) -> None:
+        if record["round"] % SHOWN_EVERY == 0 or "fixed" in record:
+            module = f" (module {record['module']})" if "module" in record else ""
+            print(f"{self._cell}: round {record['round']}{module}{reached(record)}, {seconds:.2f} s", flush=True)
+        self._recent = [*self._recent[-9:], seconds]
+        settled = now() > self._settle and record.get("best_round") == record["round"]
+        if settled or now() + max(self._recent) > self._last:
+            raise KeyboardInterrupt
+
+    def watch(self, what: str, done: int, total: int | None) -> None:
+        """Stop an evaluation when time is over."""
+        self.task_done(what, done, total or 0)
+
+
+def reached(record: Record) -> str:
+    """Return a round's accuracies as text; nothing where none was measured."""
+    if not record.get("samples"):
+        return ""
+    return f": clean {100 * record['clean']:.1f} %, PGD {100 * record['adversarial']:.1f} %"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a cell."""
+
+    cell: str
+    state: str
+    rounds: int = 0
+    played: int = 0
+    seconds: float = 0.0
+
+
+def play_cell(path: Path, config: Config, within: Within) -> str:
+    """Start a run or go on with it; return what became of it."""
+    files = RunFiles(path)
+    if is_finished(files):
+        return "finished before"
+    try:
+        if not files.config.exists():
+            fedprophet.train(config, out=path, observer=within)
+        else:
+            expect_same(config, path)
+            fedprophet.resume(path, observer=within)
+    except RunStoppedError:
+        return "stopped"
+    except TrainingError as error:
+        return f"failed: {error}"
+    return "finished"
+
+
+def expect_same(config: Config, run: Path) -> None:
+    """Refuse to go on with a run of other settings."""
+    differs = differences(config, load_config(RunFiles(run).config), machine_keys())
+    if differs:
+        raise ConfigError(f"{run} has other settings ({'; '.join(differs)}). Give the same ones, or move it away")
+
+
+def measure(path: Path, samples: int, within: Within) -> str:
+    """Measure a finished run with AutoAttack, too, or go on with that; return how far it came."""
+    run = open_to_read(path)
+    with closing(run.session):
+        try:
+            evaluate_run(run, ATTACKS, samples, watch=within.watch)
+        except RunStoppedError:
+            return "finished, AutoAttack stopped"
+    return "finished, AutoAttack measured"
+
+
+@dataclass(frozen=True)
+class Playing:
+    """How cells are played: for how long, where, with which settings, and what is kept of them.
+
+    Of the seconds, `reserve` are for what comes after the rounds; from `settle` before that on, a run is stopped at its
+    next best round. `given` are settings of the machine, `settings` those that the runs are said to have.
+    """
+
+    seconds: float
+    reserve: float
+    settle: float
+    runs: Path
+    keeping: Keeping
+    given: Sequence[str] = ()
+    settings: Sequence[str] = ()
+    commit: str = ""
+    autoattack: int = 0
+
+    def about(self, cell: Cell) -> dict[str, Any]:
+        """Return what is written down of a run, with the names of files instead of their paths."""
+        own = [re.sub("=/.*/", "=", setting) for setting in self.settings]
+        return {"cell": cell.name, "preset": cell.row.preset, "settings": own, "commit": self.commit}
+
+
+def play_cells(cells: Sequence[Cell], playing: Playing) -> list[Outcome]:
+    """Play cells one after the other until all are finished or time is over."""
+    last = now() + playing.seconds - playing.reserve
+    settle = last - playing.settle if playing.keeping.packs and playing.settle else math.inf
+    outcomes: list[Outcome] = []
+    for cell in cells:
+        path, config, began = playing.runs / cell.name, cell.config([*playing.given, *playing.settings]), now()
+        if began > last or any(outcome.state.endswith("stopped") for outcome in outcomes):
+            outcomes.append(Outcome(cell.name, "no time left", rounds_of(path)))
+            continue
+        before, within = rounds_of(path), Within(cell.name, last, settle)
+        playing.keeping.give_back(path)
+        with playing.keeping.kept(path, playing.about(cell)):
+            state = play_cell(path, config, within)
+            if state.startswith("finished") and playing.autoattack and now() < last:
+                state = measure(path, playing.autoattack, within)
+        rounds = rounds_of(path)
+        outcomes.append(Outcome(cell.name, state, rounds, rounds - before, now() - began))
+    return outcomes
+
+
+def rounds_of(run: Path) -> int:
+    """Return how many rounds of a run are played and saved or finished."""
+    lines = Journal(RunFiles(run).journal).read()
+    return len(lines)
+
+
+def outcome_table(outcomes: Sequence[Outcome], seconds: float) -> str:
+    """Return what was played as a Markdown table, and the wall-clock seconds of the whole."""
+    lines = ["| cell | state | rounds | played now | seconds |", "| --- | --- | --- | --- | --- |"]
+    for outcome in outcomes:
+        numbers = f"{outcome.rounds:,} | {outcome.played:,} | {outcome.seconds:,.0f}"
+        lines.append(f"| {outcome.cell} | {outcome.state} | {numbers} |")
+    return "\n".join([*lines, "", f"{seconds:,.0f} s in all"])
+
+
+def closing_text(outcomes: Sequence[Outcome], runs: Path) -> str:
+    """Return what the finished cells have reached, a paragraph for each; nothing where none is finished."""
+    finished = [outcome.cell for outcome in outcomes if is_finished(RunFiles(runs / outcome.cell))]
+    return "\n\n".join("\n".join(closing_lines(name, read_folder(runs / name))) for name in finished)
