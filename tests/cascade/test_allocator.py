@@ -90,8 +90,8 @@ def test_what_says_that_memory_ran_out() -> None:
 def test_within_the_limit_no_more_can_be_allocated_and_after_it_it_can() -> None:
     share = torch.cuda.get_per_process_memory_fraction(CUDA)
     kept = torch.empty(30 * MB, dtype=torch.uint8, device=CUDA)
-    before = torch.cuda.memory_allocated(CUDA)
     with allocator_limit(CUDA, 80 * MB):  # memory that is kept in one piece is taken in steps of 20 MiB
+        before = torch.cuda.memory_allocated(CUDA)
         fits = torch.empty(40 * MB, dtype=torch.uint8, device=CUDA)
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(41 * MB, dtype=torch.uint8, device=CUDA)
