@@ -17,7 +17,7 @@ from fedprophet.client.memory_plan import MemoryPlan
 from fedprophet.storage.bounded import BoundedCache
 
 MOST_KNOWN = 4096
-"""So many predictions, and so many trials, are remembered: sub-networks have many shapes, and a node may run for years."""
+"""So many predictions, and so many trials, are remembered: sub-networks have many shapes, and nodes run for long."""
 
 
 class Planner:
