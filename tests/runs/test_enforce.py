@@ -185,9 +185,12 @@ def test_evaluation_takes_batches_that_fit_by_prediction(tiny, first_round: Roun
     world = first_round[0].world
     last = len(world.chain)
     assert assemble(tiny({**TIGHT, "engine": "plain"})).world.evaluation_batch(last) == 64
-    assert world.evaluation_batch(last) == 8
     assert isinstance(world.needs, PlannedCost)
-    assert world.needs.attack_memory(last, 8) <= world.budget < world.needs.attack_memory(last, 16)
+    images = 2 * 64 * 4 * 8 * 8  # and where their attacks start
+    batch = world.evaluation_batch(last)
+    assert world.needs.attack_memory(last, batch) + images <= world.budget
+    assert world.needs.attack_memory(last, 2 * batch) + images > world.budget
+    assert world.evaluation_draws(last) == 64, "those of a run without limits"
 
 
 @pytest.mark.slow
