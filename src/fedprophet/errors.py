@@ -46,6 +46,10 @@ class OutOfMemoryError(TrainingError):
     """The machine's memory does not suffice."""
 
 
+class TemporaryFileError(TrainingError):
+    """What stands in for memory, a temporary file, cannot be written."""
+
+
 @contextmanager
 def memory_for(work: str, advice: str) -> Iterator[None]:
     """Raise OutOfMemoryError where the memory does not suffice: what it was for, and what to do."""

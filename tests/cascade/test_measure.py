@@ -1,5 +1,6 @@
 """Bytes of small computations, counted by hand; and what is predicted against what the allocator says."""
 
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -175,3 +176,15 @@ def test_tied_parameters_stay_tied_in_a_prediction() -> None:
     with without_allocating([layer, other]):
         assert other.weight is layer.weight
     assert other.weight is layer.weight
+
+
+def test_tensors_that_stay_do_not_follow_what_counted_them() -> None:
+    """A model is counted in every training of a run."""
+    model, counts = nn.Linear(3, 3), []
+    for _ in range(3):
+        with LiveBytes(model.parameters()) as live:
+            kept = model(torch.ones(1, 3))
+        counts.append(len(weakref.finalize._registry))  # type: ignore[attr-defined]
+        assert live.now >= 4 * (9 + 3)
+    assert len(set(counts)) == 1
+    assert kept is not None

@@ -1,8 +1,11 @@
 """`fedprophet train`: where a run goes, what is printed."""
 
+import errno
 import json
+import os
 import re
 import sys
+import tempfile
 
 import pytest
 from safetensors import safe_open
@@ -180,3 +183,37 @@ def test_a_budget_in_which_no_plan_fits_is_refused_before_anything_is_trained(cl
     assert said.code == 2
     assert "memory.enforce: the whole model cannot be trained within memory.budget = 20%" in " ".join(said.err.split())
     assert "round 1" not in said.out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["plain", "workers"])
+def test_a_full_folder_of_temporary_files_ends_an_enforced_run_that_can_be_resumed(
+    cli, tiny_flags, quick, monkeypatch, tmp_path, engine
+):
+    """The first module's round is played; then there is no room for the features that it passes on."""
+    path, real = tmp_path / "run", os.posix_fallocate
+
+    def full(file, offset, size):
+        if (path / "journal.jsonl").exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(file, offset, size)
+
+    limited = {"memory.enforce": True, "memory.budget": "60%", "engine": engine, "threads": 2, "rounds": 1}
+    limited |= {"train.warmup": 0, "checkpoint.every": 50}
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        said = cli("train", *tiny_flags({**quick, **limited}), "--out", path)
+    assert said.code == 2
+    assert "Traceback" not in said.err
+    folder = re.escape(tempfile.gettempdir())
+    expected = (
+        rf"^error: cannot write \d+ bytes to a temporary file in {folder}: No space left on device\. Make room there, "
+    )
+    assert re.search(
+        expected + r"or set TMPDIR to another folder\. Resume it with: fedprophet train --resume \S+/run$", said.err
+    )
+    again = cli("train", "--resume", path)
+    assert again.code == 0
+    lines = (path / "journal.jsonl").read_text().splitlines()
+    assert [json.loads(line)["module"] for line in lines] == [1, 2]
+    assert "begins with its first round again" not in again.out, "the first round was saved"

@@ -62,6 +62,40 @@ def test_parts_meet_the_attacks_of_the_whole(samples: int | None) -> None:
     assert tuple(sum(part[index] for part in parts) for index in (0, 1)) == whole[:2]
 
 
+@pytest.mark.parametrize("batch", [1, 3, 4, 8])
+def test_fewer_samples_at_a_time_meet_the_same_attacks(batch: int, monkeypatch) -> None:
+    """Whether a sample of the ramp falls is a matter of where its attack starts."""
+    task, examples, sizes = replace(EVALUATION, batch=8), _ramp(30), []
+    whole = evaluate(task, _threshold(), examples)
+    part = _threshold()
+    part.chain.atoms[0].register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
+    assert evaluate(replace(task, batch=batch, drawn=8), part, examples) == whole
+    assert max(sizes) == batch
+    parts = [
+        evaluate(replace(task, batch=batch, drawn=8, part=(first, min(first + 16, 30))), _threshold(), examples)
+        for first in (0, 16)
+    ]
+    assert tuple(map(sum, zip(*(each[:2] for each in parts), strict=True))) == whole[:2]
+
+
+def test_other_draws_lead_to_other_counts() -> None:
+    """So that the test above could fail."""
+    task, examples = replace(EVALUATION, batch=8), _ramp(30)
+    assert evaluate(replace(task, batch=3), _threshold(), examples) != evaluate(task, _threshold(), examples)
+
+
+def test_an_attack_that_cannot_be_cut_draws_for_what_it_attacks(monkeypatch) -> None:
+    sizes = []
+
+    def attack(logits, images, labels, threat, seed) -> Outcome:
+        sizes.append(len(images))
+        return Outcome(torch.ones(len(labels), dtype=torch.bool))
+
+    monkeypatch.setattr(measure, "ATTACKS", {**ATTACKS, "fake": AttackEntry(attack, "Fake")})
+    evaluate(replace(EVALUATION, attack="fake", batch=4, drawn=8), _threshold(), _ramp(10))
+    assert sizes == [4, 4, 2]
+
+
 def test_which_samples_are_evaluated():
     task = Evaluate(round=1, client=3, seed=0, samples=5, part=(2, 9))
     chosen = evaluated_positions(replace(task, part=None), 20)

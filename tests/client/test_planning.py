@@ -66,6 +66,20 @@ def test_another_limit_needs_no_prediction_that_was_made(predictions) -> None:
     assert len(predictions) == 3, "those of `least` alone"
 
 
+def test_only_so_many_predictions_are_remembered_the_newest(predictions, monkeypatch) -> None:
+    """An attack and a step each: with room for four, the third kind of training lets those of the first go."""
+    monkeypatch.setattr(planning, "MOST_KNOWN", 4)
+    planner, iteration = Planner(), _iteration(_chain())
+    kinds = [replace(iteration, training=replace(HYPER, batch=batch)) for batch in (2, 4, 6)]
+    made = []
+    for kind in (*kinds, *reversed(kinds)):
+        predictions.clear()
+        planner.cheapest(kind, 10**9)
+        made.append(len(predictions))
+    assert made == [2, 2, 2, 0, 0, 2]
+    assert len(planner._known) == 4
+
+
 @pytest.mark.parametrize(
     "change",
     [

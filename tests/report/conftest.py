@@ -123,3 +123,30 @@ def write_cascade(write_run: Callable[..., Path]) -> Callable[..., Path]:
         return path
 
     return write
+
+
+PIECES = "attack 8 at a time, step atom by atom in pieces of 8"
+
+
+def plan(name: str, peak: int, limit: int) -> dict[str, Any]:
+    return {"plan": name, "peak_bytes": peak, "limit_bytes": limit}
+
+
+PLANS: Sequence[Mapping[str, Any]] = [
+    {"0": plan(PIECES, 54, 60), "1": plan("plain", 90, 400)},
+    {"0": plan(PIECES, 57, 60)},
+    {"0": plan("plain", 90, 100)},
+    {},
+]
+ASSIGNED: Sequence[Mapping[str, int]] = [{"0": 1, "1": 2}, {"0": 1}, {"0": 2}, {"7": 2}]
+"""How the clients of `CASCADE_COSTS` kept within their memory: 90 bytes at most, and 95 % of a limit of 60. Client 1
+trains both modules in the first round."""
+
+
+@pytest.fixture
+def write_enforced(write_cascade: Callable[..., Path]) -> Callable[..., Path]:
+    """Return a function that writes the folder of a run of two modules whose memory was enforced."""
+    notes = [
+        {**note, "assigned": who, "plans": plans} for note, who, plans in zip(CASCADE, ASSIGNED, PLANS, strict=True)
+    ]
+    return lambda name, *settings: write_cascade(name, "memory.enforce=true", *settings, notes=notes)

@@ -8,6 +8,7 @@ import pytest
 from fedprophet.errors import CheckpointError
 from fedprophet.report import document
 from fedprophet.report.document import Assignment, Bars, Cascade, Curve, Faults, Reason, Steps, report_of
+from fedprophet.report.enforced import EnforcedMemory, MeasuredPart
 from fedprophet.report.facts import Fact
 from fedprophet.storage.locks import folder_lock
 
@@ -31,13 +32,43 @@ def test_a_cascade_by_hand(write_cascade):
         ),
         budget=60,
         whole=200,
+        counted="paper",
     )
+    assert run.enforced == ()
     assert run.curve == Curve((2, 3, 4), (0.6, 0.8, 0.9), (0.4, 0.7, 0.5), (19.0, 23.0, 33.0), measured=3, every=1)
     assert (run.perturbation.epsilon, run.perturbation.alpha) == (
         Steps((1, 3, 4), (0.1, 1.5, 2.5)),
         Steps((3, 4), (0.3, 0.5)),
     )
     assert run.faults == Faults(1, (Reason("its loss is nan", times=1, clients=1, first=4, last=4),), other=0)
+
+
+PIECES = "attack 8 at a time, step atom by atom in pieces of 8"
+PLAN = {"plan": "plain", "peak_bytes": 90, "limit_bytes": 100}
+
+
+def test_measured_memory_of_each_part_that_was_trained(write_enforced):
+    """Client 0 trained module 1 twice, client 1 modules 1 and 2 in the first round, client 0 module 2 in the third."""
+    run = only(write_enforced("run", "memory.model=measured", "memory.budget=30%"))
+    assert run.enforced == (
+        MeasuredPart(1, 1, 2, 50, EnforcedMemory(57, 60, 0.95, {PIECES: 2})),
+        MeasuredPart(1, 2, 1, 60, EnforcedMemory(90, 400, 0.225, {"plain": 1})),
+        MeasuredPart(2, 2, 1, 60, EnforcedMemory(90, 100, 0.9, {"plain": 1})),
+    )
+    assert run.cascade.counted == "measured"
+    assert fact(run, "Memory budget") == "30% (60 B), enforced"
+
+
+def test_measured_memory_of_a_method_without_modules(write_run):
+    taken = {"plans": {"0": PLAN, "1": {**PLAN, "peak_bytes": 60, "limit_bytes": 60}}}
+    run = only(write_run("run", "jfat", "memory.enforce=true", notes=[taken]))
+    assert run.enforced == (MeasuredPart(None, None, 2, 30, EnforcedMemory(90, 100, 1.0, {"plain": 2})),)
+
+
+@pytest.mark.parametrize("plans", [{"x": PLAN}, {"0": {}}, {"0": {**PLAN, "limit_bytes": 0}}, {"0": 5}, 7])
+def test_damaged_plans_are_an_error_that_names_the_round(write_run, plans):
+    with pytest.raises(CheckpointError, match=r"round 2 of the journal .* is damaged"):
+        report_of([write_run("run", notes=[{}, {"plans": plans}])])
 
 
 def test_a_stage_says_what_its_kept_round_was_trained_with(write_cascade):

@@ -20,6 +20,7 @@ from fedprophet.report.tables import (
     wire_csv,
 )
 
+PIECES = "attack 8 at a time, step atom by atom in pieces of 8"
 HOUR, MINUTE, SECOND = Unit("h", 3600), Unit("min", 60), Unit("s", 1)
 REACHED = {
     "best": {"round": 1, "clean": 0.7, "adversarial": 0.4},
@@ -143,6 +144,72 @@ def test_without_flower_there_is_no_table_of_bytes(write_run):
     assert not any("wire" in table.title for table in setting_tables(comparison.settings[0]))
     assert not any("Wire" in line for line in reading(comparison))
     assert wire_csv(comparison) is None
+
+
+def _plans(*taken):
+    return {
+        "plans": {
+            str(client): {"plan": plan, "peak_bytes": peak, "limit_bytes": limit}
+            for client, (plan, peak, limit) in enumerate(taken)
+        }
+    }
+
+
+@pytest.fixture
+def enforced(write_run):
+    """Two seeds whose memory was enforced, and a jFAT whose memory was not."""
+    on = ("fedprophet", "memory.enforce=true")
+    first = [
+        _plans(("plain", 3_000_000, 4_000_000), (PIECES, 950_000, 1_000_000)),
+        _plans((PIECES, 900_000, 1_000_000)),
+    ]
+    second = [_plans(("plain", 3_000_000, 9_000_000))]
+    costs = [[(1, 1, 1, 2e6), (1, 1, 1, 9e5)], [(1, 1, 1, 9e5)]]
+    return compare(
+        [
+            write_run("a", *on, rounds=costs, notes=first),
+            write_run("b", *on, "seed=1", rounds=costs, notes=second),
+            write_run("c", "jfat"),
+        ]
+    )
+
+
+def test_measured_memory_by_hand(enforced):
+    """Both seeds took 3 MB, one of them of 4 MB; nobody came closer to a limit than the 0.95 of 1 MB."""
+    memory, plans = setting_tables(enforced.settings[0])[2:]
+    assert [(column.group, column.heading) for column in memory.columns[1:]] == [
+        ("Counted", "peak"),
+        ("Measured", "peak"),
+        ("Measured", "its limit"),
+        ("", "of a limit, at most"),
+    ]
+    assert rows(memory) == (("FedProphet", "2.0 MB", "3.0 MB", "4.0 MB", "95.0 %"),)
+    assert rows(plans) == (("FedProphet", PIECES, "2", "50.0 %"), ("FedProphet", "plain", "2", "50.0 %"))
+    assert len([line for line in reading(enforced) if "it is also measured" in line]) == 1
+    lines = {line["row"]: line for line in csv.DictReader(io.StringIO(csv_text(enforced)))}
+    names = ("enforced_peak_mb", "enforced_limit_mb", "enforced_closest_percent", "plans")
+    assert [lines["FedProphet"][name] for name in names] == ["3.000000", "4.000000", "95.0", f"{PIECES}: 2; plain: 2"]
+    assert [lines["jFAT"][name] for name in names] == ["", "", "", ""]
+    found = {row["label"]: row for row in document(enforced)["settings"][0]["rows"]}
+    whole = {"peak_bytes": 3_000_000, "limit_bytes": 4_000_000, "closest": 0.95, "plans": {PIECES: 2, "plain": 2}}
+    assert found["FedProphet"]["enforced"] == whole
+    assert found["FedProphet"]["runs"][1]["enforced"] == {
+        "peak_bytes": 3_000_000,
+        "limit_bytes": 9_000_000,
+        "closest": 1 / 3,
+        "plans": {"plain": 1},
+    }
+    assert "enforced" not in found["jFAT"]
+    assert f"| FedProphet | {PIECES} |     2 | 50.0 % |" in markdown(enforced)
+
+
+def test_without_limits_nothing_is_said_of_measured_memory(comparison):
+    assert not any(
+        "measured" in table.title or "Plans" in table.title for table in setting_tables(comparison.settings[0])
+    )
+    assert not any("it is also measured" in line for line in reading(comparison))
+    assert "enforced" not in csv_text(comparison)
+    assert "enforced" not in json.dumps(document(comparison))
 
 
 def test_without_baselines_there_is_no_table_of_rounds(write_run):

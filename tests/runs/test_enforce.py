@@ -1,6 +1,7 @@
 """Runs with `memory.enforce`: the same model where memory suffices, plans where it does not, errors where none fits."""
 
 import json
+import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,11 +21,13 @@ from fedprophet.runs.play import play
 from fedprophet.runs.run import RunStoppedError, reopen, start
 from fedprophet.runs.session import Session, assemble
 from fedprophet.server.coordinator import Record, play_round
+from fedprophet.storage import mapped
 
 LIMITED = {"memory.enforce": True, "fleet.memory_share": 1e-9, "engine": "plain"}
 """Nobody has more memory available than R_min."""
 TIGHT = {"memory.budget": "60%", "train.warmup": 0}
 """Two modules, which have to be trained in pieces."""
+JOINT = {"method": "jfat", "memory.budget": "100%"}
 Round = tuple[Session, Any, Record]
 
 
@@ -182,9 +185,12 @@ def test_evaluation_takes_batches_that_fit_by_prediction(tiny, first_round: Roun
     world = first_round[0].world
     last = len(world.chain)
     assert assemble(tiny({**TIGHT, "engine": "plain"})).world.evaluation_batch(last) == 64
-    assert world.evaluation_batch(last) == 8
     assert isinstance(world.needs, PlannedCost)
-    assert world.needs.attack_memory(last, 8) <= world.budget < world.needs.attack_memory(last, 16)
+    images = 2 * 64 * 4 * 8 * 8  # and where their attacks start
+    batch = world.evaluation_batch(last)
+    assert world.needs.attack_memory(last, batch) + images <= world.budget
+    assert world.needs.attack_memory(last, 2 * batch) + images > world.budget
+    assert world.evaluation_draws(last) == 64, "those of a run without limits"
 
 
 @pytest.mark.slow
@@ -223,3 +229,13 @@ def test_who_has_just_what_a_module_needs_can_train_it(tiny) -> None:
     task = method._train_task(replace(method.initial(), round=1, stage_round=1), client=0, last=0)
     (answer,) = session.engine.map([replace(task, memory=needed)])
     assert 0.8 * needed < answer.peak <= needed
+
+
+@pytest.mark.parametrize(("enforce", "kind", "said"), [(True, "tmpfs", 1), (True, "ext4", 0), (False, "tmpfs", 0)])
+def test_a_run_says_if_its_files_are_memory(tiny, tmp_path, monkeypatch, enforce: bool, kind: str, said: int) -> None:
+    (tmp_path / "mounts").write_text(f"none {tmp_path} {kind} rw 0 0\n")
+    monkeypatch.setattr(mapped, "MOUNTS", tmp_path / "mounts")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    notes = assemble(tiny({**JOINT, "memory.enforce": enforce, "engine": "plain"})).notes
+    expected = f"files in {tmp_path}, which is a tmpfs and so is memory: it comes on top of their limits. Set TMPDIR"
+    assert len([note for note in notes if expected in note]) == said

@@ -1,5 +1,6 @@
 import signal
 import threading
+from contextlib import suppress
 
 import pytest
 
@@ -26,6 +27,16 @@ def test_work_goes_on_beside_the_callers_own_one_piece_at_a_time():
     beside.close()
     assert len(done) == 2
     assert done[1].startswith("test")
+
+
+@pytest.mark.parametrize("work", [None, lambda: None, lambda: 1 / 0])
+def test_when_it_is_closed_its_thread_has_ended(work):
+    beside = Beside("ended")
+    if work:
+        beside.begin(work)
+    with suppress(ZeroDivisionError):
+        beside.close()
+    assert "ended" not in {thread.name for thread in threading.enumerate()}
 
 
 def fail():

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedprophet.errors import DataError
-from fedprophet.storage.mapped import copied_to_file, empty_in_file
+from fedprophet.errors import TemporaryFileError
+from fedprophet.storage import mapped
+from fedprophet.storage.mapped import copied_to_file, empty_in_file, files_in_memory
 
 
 def _mappings(tensor: torch.Tensor) -> list[list[str]]:
@@ -52,5 +53,46 @@ def test_a_full_disk_is_an_error_and_not_the_end_of_the_process(monkeypatch) -> 
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(DataError, match=r"cannot write 40 bytes .*No space left on device.*TMPDIR"):
+    with pytest.raises(TemporaryFileError, match=r"cannot write 40 bytes .*No space left on device.*TMPDIR"):
         empty_in_file((10,), torch.float32)
+
+
+def test_no_folder_for_temporary_files_is_an_error_too(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with pytest.raises(TemporaryFileError, match=r"cannot write 40 bytes .*missing: No such file or directory\."):
+        empty_in_file((10,), torch.float32)
+
+
+MOUNTS = r"""
+/dev/root / ext4 rw,relatime 0 0
+tmpfs /dev/shm tmpfs rw 0 0
+tmpfs /mnt/my\040tmp tmpfs rw,nosuid 0 0
+/dev/sdb /mnt/my\040tmp/disk xfs rw 0 0
+none /ram ramfs rw 0 0
+tmpfs /twice tmpfs rw 0 0
+/dev/sdc /twice btrfs rw 0 0
+""".lstrip()
+
+
+@pytest.mark.parametrize(
+    ("folder", "kind"),
+    [
+        ("/var/tmp", None),
+        ("/dev/shm/mine", "tmpfs"),
+        ("/dev/shm2", None),
+        ("/mnt/my tmp", "tmpfs"),
+        ("/mnt/my tmp/disk/tmp", None),
+        ("/ram", "ramfs"),
+        ("/twice", None),
+    ],
+)
+def test_files_are_memory_by_the_innermost_file_system(tmp_path, monkeypatch, folder: str, kind: str | None) -> None:
+    (tmp_path / "mounts").write_text(MOUNTS)
+    monkeypatch.setattr(mapped, "MOUNTS", tmp_path / "mounts")
+    monkeypatch.setattr(tempfile, "tempdir", folder)
+    assert files_in_memory() == kind
+
+
+def test_where_no_list_of_file_systems_is_nothing_is_said(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(mapped, "MOUNTS", tmp_path / "missing")
+    assert files_in_memory() is None

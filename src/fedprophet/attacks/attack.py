@@ -24,6 +24,8 @@ class Outcome:
 
 AttackFunction = Callable[[Logits, Tensor, Tensor, ThreatModel, int], Outcome]
 """Scores, images, labels, threat and seed to the outcome; the same arguments always give the same outcome."""
+CutAttackFunction = Callable[[Logits, Tensor, Tensor, ThreatModel, int, int], Outcome]
+"""The same on so many images at a time: what is drawn is drawn for all of them at once."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class AttackEntry:
 
     run: AttackFunction
     label: str
+    cut: CutAttackFunction | None = None
+    """The same with less memory; None if what it draws depends on how many images it attacks at a time."""
     takes_steps: bool = False
     """Whether its name is followed by a number of steps, as in pgd20."""
     module: str | None = None

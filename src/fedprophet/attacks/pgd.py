@@ -83,16 +83,27 @@ def climb(objective: Callable[[Tensor], Tensor], clean: Tensor, perturbed: Tenso
     return perturbed.detach()
 
 
-def pgd_attack(logits: Logits, images: Tensor, labels: Tensor, threat: ThreatModel, seed: int) -> Outcome:
-    """Attack the cross-entropy, from one random start; a sample that is wrong already is attacked as well."""
-    generator = torch.Generator().manual_seed(seed)
+def pgd_attack(
+    logits: Logits, images: Tensor, labels: Tensor, threat: ThreatModel, seed: int, size: int = 0
+) -> Outcome:
+    """Attack the cross-entropy, from one random start; a sample that is wrong already is attacked as well.
+
+    `size` samples are attacked at a time (0: all of them), from the same starts.
+    """
+    started = random_start(images, threat, torch.Generator().manual_seed(seed))
+    parts = [torch.split(tensor, size or max(len(images), 1)) for tensor in (images, started, labels)]
+    return Outcome(torch.cat([_withstood(logits, x, start, y, threat) for x, start, y in zip(*parts, strict=True)]))
+
+
+def _withstood(logits: Logits, images: Tensor, started: Tensor, labels: Tensor, threat: ThreatModel) -> Tensor:
+    """Return which samples are right in spite of an attack from the starts that are given."""
 
     def objective(x: Tensor) -> Tensor:
         return F.cross_entropy(logits(x), labels, reduction="sum")
 
-    attacked = pgd(objective, images, threat, generator)
+    attacked = climb(objective, images, started, threat)
     with torch.no_grad():
-        return Outcome(logits(attacked).argmax(dim=1) == labels)
+        return logits(attacked).argmax(dim=1) == labels
 
 
 def _into_range(x: Tensor, threat: ThreatModel, out: Tensor | None = None) -> Tensor:

@@ -13,10 +13,10 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fedprophet.cascade.swap import swapped
+from fedprophet.interrupts import signals_wait
 
 T = TypeVar("T")
 Transient = Callable[[tuple[Any, ...], Any], int]
@@ -100,15 +101,30 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the tensors that are alive while it is active: `now` and at their `peak`."""
+    """Counts the bytes of the tensors that are alive while it is active: `now` and at their `peak`.
+
+    Meanwhile signals wait: it runs inside torch's operations, and when tensors are freed.
+    """
 
     def __init__(self, held: Iterable[Tensor] = (), account: Account = CPU) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
         self._alive: dict[int, int] = {}
+        self._followed: dict[int, Any] = {}
+        self._block = ExitStack()
         self._account = account
         for tensor in held:
             self._see(tensor)
+
+    def __enter__(self) -> Self:
+        self._block.enter_context(signals_wait())
+        return super().__enter__()  # type: ignore[no-untyped-call, no-any-return]
+
+    def __exit__(self, *raised: Any) -> None:
+        with self._block:
+            super().__exit__(*raised)  # type: ignore[no-untyped-call]
+            for end in list(self._followed.values()):  # of tensors that stay: a model's would follow it for ever
+                end.detach()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -131,9 +147,10 @@ class LiveBytes(TorchDispatchMode):
         self._alive[name] = self._account.size(storage.nbytes())
         self.now += self._alive[name]
         self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._forget, name)
+        self._followed[name] = weakref.finalize(storage, self._forget, name)
 
     def _forget(self, name: int) -> None:
+        del self._followed[name]
         self.now -= self._alive.pop(name)
 
 
@@ -152,7 +169,10 @@ def repeated(pieces: Iterator[T]) -> Iterator[T]:
 
 @contextmanager
 def without_allocating(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Give modules fake parameters and buffers within a `with` block in which every new tensor is a fake one."""
+    """Give modules fake parameters and buffers within a `with` block in which every new tensor is a fake one.
+
+    Signals wait for its end.
+    """
 
     def fake(tensor: Tensor) -> Tensor:
         empty = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -160,7 +180,7 @@ def without_allocating(modules: Iterable[nn.Module]) -> Iterator[None]:
 
     token = _predicting.set(True)
     try:
-        with FakeTensorMode(), swapped(modules, fake):
+        with signals_wait(), FakeTensorMode(), swapped(modules, fake):
             yield
     finally:
         _predicting.reset(token)

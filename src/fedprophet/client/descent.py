@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fedprophet.client.part import ModelPart
+from fedprophet.interrupts import let_signals_through
 from fedprophet.messages.tasks import Distill, Task, Train
 from fedprophet.messages.values import LocalTraining
 from fedprophet.randomness import generator
@@ -70,6 +71,7 @@ def descend(task: Train | Distill, part: ModelPart, samples: int, loss_of: Calla
     descent = Descent.of(part, hyper)
     total = 0.0
     for iteration, batch in enumerate(batches(samples, hyper.batch, hyper.iterations, task)):
+        let_signals_through()
         loss = loss_of(iteration, batch)
         value = float(loss.value.detach())
         if not math.isfinite(value):

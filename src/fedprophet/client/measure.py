@@ -25,9 +25,11 @@ def evaluate(
         for seed, batch in attacked_batches(task, evaluated_positions(task, len(examples))):
             x, labels = part.take(examples.fetch(batch)), examples.labels[batch].to(device)
             with torch.no_grad():
-                clean += int((part.logits(x).argmax(dim=1) == labels).sum())
+                found = [part.logits(some).argmax(dim=1) for some in torch.split(x, task.batch)]
+                clean += int((torch.cat(found) == labels).sum())
             if attacked and task.threat is not None:
-                outcome = ATTACKS[task.attack].run(part.logits, x, labels, task.threat, seed)
+                attack, given = ATTACKS[task.attack], (part.logits, x, labels, task.threat, seed)
+                outcome = attack.cut(*given, task.batch) if attack.cut else attack.run(*given)
                 adversarial += int(outcome.correct.sum())
                 broken.update(outcome.broken)
     return clean, adversarial, dict(broken)
@@ -39,10 +41,16 @@ def attacked_batches(task: Evaluate, positions: Tensor) -> Iterator[tuple[int, T
     The numbers of batches name the draws and count from the first sample, not from the task's part: however samples
     are dealt to tasks, each meets the same attack. So a part begins where a batch begins.
     """
-    offset, remainder = divmod(task.part[0] if task.part else 0, task.batch)
+    size = drawn_together(task)
+    offset, remainder = divmod(task.part[0] if task.part else 0, size)
     assert not remainder
-    for number, batch in enumerate(torch.split(positions, task.batch), offset):
+    for number, batch in enumerate(torch.split(positions, size), offset):
         yield key(task.seed, "evaluation attack", task.round, task.client, number), batch
+
+
+def drawn_together(task: Evaluate) -> int:
+    """Return how many samples an attack draws for at a time: as many as it attacks, or more if it can be cut."""
+    return max(task.batch, task.drawn) if ATTACKS[task.attack].cut else task.batch
 
 
 def evaluated_positions(task: Evaluate, available: int) -> Tensor:

@@ -14,14 +14,18 @@ import torch
 from fedprophet.cascade.measure import bytes_of
 from fedprophet.client.budget import LocalIteration, MeasuredCost, Planned, iteration_of
 from fedprophet.client.memory_plan import MemoryPlan
+from fedprophet.storage.bounded import BoundedCache
+
+MOST_KNOWN = 4096
+"""So many predictions, and so many trials, are remembered: sub-networks have many shapes, and nodes run for long."""
 
 
 class Planner:
     """Chooses plans. A prediction takes its time, so another round or limit uses those that are known."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, int] = {}
-        self._tried: dict[Hashable, Planned] = {}
+        self._known: BoundedCache[Hashable, int] = BoundedCache(MOST_KNOWN)
+        self._tried: BoundedCache[Hashable, Planned] = BoundedCache(MOST_KNOWN)
 
     def cheapest(self, iteration: LocalIteration, limit: int) -> Planned:
         """Return the cheapest plan that fits: by prediction or, on a GPU, by trial. BudgetError if none does."""
@@ -29,16 +33,14 @@ class Planner:
         if iteration.part.chain.device.type != "cuda":
             return remembering.cheapest(limit)
         key = remembering.kind, (limit := _coarse(limit))
-        if key not in self._tried:
-            self._tried[key] = remembering.tried(limit)
-        return self._tried[key]
+        return self._tried.get(key) or self._tried.put(key, remembering.tried(limit))
 
 
 @dataclass(frozen=True)
 class _Remembering(LocalIteration):
     """A local iteration whose peaks are predicted only where they are not known yet."""
 
-    known: dict[Hashable, int] = field(kw_only=True)
+    known: BoundedCache[Hashable, int] = field(kw_only=True)
 
     @cached_property
     def kind(self) -> Hashable:
@@ -73,9 +75,8 @@ class _Remembering(LocalIteration):
 
     def _remembered(self, half: Hashable, predict: Callable[[], int]) -> int:
         key = self.kind, half
-        if key not in self.known:
-            self.known[key] = predict()
-        return self.known[key]
+        peak = self.known.get(key)
+        return self.known.put(key, predict()) if peak is None else peak
 
 
 COARSE = 6

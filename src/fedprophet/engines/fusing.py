@@ -35,7 +35,7 @@ _MODEL = _TASK | {"first", "last", "head", "frozen", "batch", "parameters", "sta
 _VARIANT = {"threat", "adversarial_statistics", "kept_channels", "calibration"}
 KNOWN_FIELDS: Mapping[type, frozenset[str]] = {
     Train: frozenset(_MODEL | _VARIANT | {"training", "wants_local"}),
-    Evaluate: frozenset(_MODEL | _VARIANT | {"attack", "samples", "part"}),
+    Evaluate: frozenset(_MODEL | _VARIANT | {"attack", "samples", "part", "drawn"}),
     Measure: frozenset(_MODEL | {"threat"}),
     LocalTraining: frozenset(
         {"iterations", "batch", "learning_rate", "momentum", "weight_decay", "strong_convexity", "summed_heads"}

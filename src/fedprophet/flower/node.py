@@ -182,6 +182,8 @@ def _open_run(run_id: str, text: str, data_root: str, simulated: bool) -> NodeRu
     # No features go to the disk: a process may be ended at any moment and would leave them there.
     features = FeatureCache(CACHE_MEMORY // manifest.together, disk_limit=0)
     clients = assemble_client(config, dataset, features)
+    for note in () if simulated else clients.notes:  # the server of a simulation says it
+        log.warning("%s", note)
     manifest.start(clients.workspaces)
     return NodeRun(config, dataset, clients.population, clients.workspaces)
 

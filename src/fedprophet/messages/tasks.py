@@ -112,7 +112,9 @@ class Evaluate(ModelTask, kind="evaluate"):
 
     The frozen modules take part: the model is run from the image on. `attack` names the way in which the threat is
     carried out, `samples` limits how many held-out samples are used, and `part` is the range of these that this task is
-    about (None: all). `kept_channels`, `adversarial_statistics` and `calibration` are those of `Train`.
+    about (None: all). Where only `batch` samples at a time fit the memory, an attack's random starts are still those of
+    batches of `drawn` samples (0: of `batch`). `kept_channels`, `adversarial_statistics` and `calibration` are those of
+    `Train`.
     """
 
     threat: ThreatModel | None = None
@@ -120,6 +122,7 @@ class Evaluate(ModelTask, kind="evaluate"):
     attack: str = "pgd"
     samples: int | None = None
     part: tuple[int, int] | None = None
+    drawn: int = 0
     adversarial_statistics: bool = False
     kept_channels: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
 

@@ -86,7 +86,8 @@ class Baseline(Method[S]):
 
     def evaluation_task(self, state: S, client: int, threat: ThreatModel | None) -> Evaluate:
         """Return the evaluation of the whole model on a client's held-out samples."""
-        return Evaluate(**self.model_fields(state, client), threat=threat, calibration=self.world.calibration(client))
+        fields, drawn = self.model_fields(state, client), self.world.evaluation_draws(len(self.world.chain))
+        return Evaluate(**fields, threat=threat, calibration=self.world.calibration(client), drawn=drawn)
 
     # Tasks.
 

@@ -355,7 +355,8 @@ class FedProphet(Method[CascadeState]):
         """Return the evaluation of the cascade so far: up to module m, through its exit, attacked at the image."""
         stage = min(state.stage, len(self.world.modules) - 1)
         fields = self._model_fields(replace(state, stage=stage), client, stage, self._exit(stage))
-        return Evaluate(**fields, threat=threat, calibration=self.world.calibration(client))
+        drawn = self.world.evaluation_draws(self.world.modules[stage].last)
+        return Evaluate(**fields, threat=threat, calibration=self.world.calibration(client), drawn=drawn)
 
     def _exit(self, last: int) -> int | None:
         """Return the head behind a module; the last one has the backbone's own classifier."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from math import prod
 
 from torch import Tensor
 
@@ -141,12 +142,16 @@ class World:
 
     def evaluation_batch(self, last: int) -> int:
         """Return the micro-batch with which the activations of atoms 0 … `last` − 1 stay within the budget."""
-        return self._evaluation_batches(last)
+        return self._evaluation_batches(last)[0]
+
+    def evaluation_draws(self, last: int) -> int:
+        """Return how many samples of an evaluation share the attack's draws; 0: those of a micro-batch."""
+        return self._evaluation_batches(last)[1]
 
     @cached_property
-    def _evaluation_batches(self) -> Callable[[int], int]:
-        """What `evaluation_batch` returns; a prediction takes its time, and the same one is asked for by every task."""
-        return cache(self._limited_batch if self.enforces else self._counted_batch)
+    def _evaluation_batches(self) -> Callable[[int], tuple[int, int]]:
+        """What these two return; a prediction takes its time, and the same one is asked for by every task."""
+        return cache(self._limited_batch if self.enforces else lambda last: (self._counted_batch(last), 0))
 
     def _counted_batch(self, last: int) -> int:
         if self.config.evaluate.batch:
@@ -155,13 +160,28 @@ class World:
         activations = 4 * sum(atom.activations for atom in self.cost.atoms[:last])
         return max(1, min(self.cost.batch, self.cost.batch * budget // max(activations, 1)))
 
-    def _limited_batch(self, last: int) -> int:
-        """Return the same, halved until it fits by prediction: what an attack allocates is more than activations."""
-        batch, needs = self._counted_batch(last), self.needs
+    def _limited_batch(self, last: int) -> tuple[int, int]:
+        """Return the same, halved until it fits by prediction: what an attack allocates is more than activations.
+
+        The draws stay those of the whole, so that an accuracy does not depend on the memory, if there is room for its
+        images and for where their attacks start.
+        """
+        whole = self._counted_batch(last)
+        images = 2 * whole * 4 * prod(self.cost.input[1:])
+        batch = self._halved(last, whole, self.budget)
+        smaller = self._halved(last, whole, self.budget - images)
+        if batch is None or batch == whole:
+            return batch or 1, 0
+        return (batch, 0) if smaller is None else (smaller, whole)
+
+    def _halved(self, last: int, batch: int, budget: int) -> int | None:
+        """Return the batch, or so large a part of it that an attack is predicted to fit; None if none does."""
+        needs = self.needs
         assert isinstance(needs, PlannedCost)
-        while batch > 1 and needs.attack_memory(last, batch) > self.budget:
-            batch //= 2
-        return batch
+        sizes = [batch]
+        while sizes[-1] > 1:
+            sizes.append(sizes[-1] // 2)
+        return next((size for size in sizes if needs.attack_memory(last, size) <= budget), None)
 
     def initial_model(self) -> Parameters:
         """Return the shared parameters that the run starts from."""

@@ -10,6 +10,7 @@ from fedprophet.config.config import Config, machine_keys
 from fedprophet.display.numbers import counted
 from fedprophet.fleet.availability import FleetSettings
 from fedprophet.methods import METHODS
+from fedprophet.report.enforced import EnforcedMemory, together
 from fedprophet.report.runs import RunSummary, read_run
 from fedprophet.runs.engine_history import engines_text
 from fedprophet.runs.summary import Kind
@@ -142,6 +143,11 @@ class Row:
     def memory(self, part: str) -> int | None:
         """Return the `least` or the `peak` memory: the largest over its runs."""
         return max((getattr(run.memory, part) for run in self.runs if run.memory), default=None)
+
+    @property
+    def enforced(self) -> EnforcedMemory | None:
+        """What training took in the runs that were held to their memory."""
+        return together(run.enforced for run in self.runs if run.enforced)
 
     def time(self, part: str) -> Statistic | None:
         """Return the simulated seconds of a part: total, computation, access or communication."""

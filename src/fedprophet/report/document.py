@@ -18,8 +18,9 @@ from fedprophet.attacks.names import CLEAN, attack_label, is_stepwise
 from fedprophet.display.summary import MEASURED_ON
 from fedprophet.methods import METHODS
 from fedprophet.report.compare import each_once
+from fedprophet.report.enforced import MeasuredPart, Training, measured_parts
 from fedprophet.report.facts import Fact, machine_facts, run_facts
-from fedprophet.report.runs import Amount, Count, Memory, ReadFolder, Share, Wire, of_record, read_folder
+from fedprophet.report.runs import Amount, Count, Memory, ReadFolder, Share, Wire, enforced_of, of_record, read_folder
 from fedprophet.runs.files import RunFiles, resume_hint
 from fedprophet.runs.summary import KINDS, faulty_clients, moved_bytes, simulated_seconds
 from fedprophet.server.coordinator import Record
@@ -98,11 +99,15 @@ class Perturbation:
 
 @dataclass(frozen=True)
 class Cascade:
-    """The modules and the memory that the training of each takes, beside the budget and the whole model."""
+    """The modules and the memory that the training of each takes, beside the budget and the whole model.
+
+    `counted` is how: by the paper's model, or by the most economical plan (`memory.model`).
+    """
 
     modules: tuple[Mapping[str, Any], ...]
     budget: int
     whole: int
+    counted: str
 
 
 @dataclass(frozen=True)
@@ -181,6 +186,7 @@ class RunDocument:
     """Whether its method trains module after module."""
     attack: str
     memory: Memory | None
+    enforced: tuple[MeasuredPart, ...]
     facts: tuple[Fact, ...]
     hardware: tuple[Fact, ...]
     accuracies: tuple[Accuracy, ...]
@@ -283,6 +289,7 @@ def _run(folder: ReadFolder, label: str) -> RunDocument:
         cascading=METHODS[config.method].cascade,
         attack=attack_label(f"pgd{config.evaluate.steps}"),
         memory=summary.memory,
+        enforced=tuple(measured_parts(_trainings(rounds, records, journal))),
         facts=tuple(run_facts(folder)),
         hardware=tuple(machine_facts(folder)),
         accuracies=tuple(_accuracies(folder)),
@@ -315,7 +322,15 @@ def _cascade(folder: ReadFolder) -> Cascade | None:
     modules = tuple(
         {"index": module.index, "layers": module.layers, "memory": module.memory_bytes} for module in setup.modules
     )
-    return Cascade(modules, setup.budget_bytes, setup.whole_model_bytes)
+    return Cascade(modules, setup.budget_bytes, setup.whole_model_bytes, folder.summary.config.memory.model)
+
+
+def _trainings(rounds: Sequence[_Round], records: Sequence[Record], journal: Path) -> Iterator[Training]:
+    """Yield every training of a run whose memory was enforced."""
+    for each, record in zip(rounds, records, strict=True):
+        for client, found in enforced_of(record, journal).items():
+            counted = record.get("times", {}).get(str(client), {}).get("memory_bytes")
+            yield (each.module, each.assigned.get(client, each.module)), counted, found
 
 
 # Over rounds ---------------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ def run_facts(folder: ReadFolder) -> Iterator[Fact]:
     yield Fact("Fleet", DEPLOYED if summary.deployed else f"device pool {config.fleet.pool} (simulated)")
     if entry.cascade:
         size = f" ({format_size(folder.setup.budget_bytes)})" if folder.setup.budget_bytes else ""
-        yield Fact("Memory budget", f"{config.memory.budget}{size}")
+        yield Fact("Memory budget", f"{config.memory.budget}{size}{', enforced' if config.memory.enforce else ''}")
     yield Fact("Attack", f"PGD-{config.attack.steps}, eps {config.attack.radius:.4g} on images in [0, 1]")
     yield Fact("Norm layers", config.norm.layers + _refresh(config))
     calibrated = "with the client's label frequencies" if config.train.calibration == "labels" else "none"

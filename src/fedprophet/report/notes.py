@@ -31,6 +31,10 @@ WIRE = (
     "Wire: bytes of all messages between server and clients, evaluations included, as counted by the server. "
     "jFAT's: training only, the whole model sent to as many clients and back."
 )
+ENFORCED = (
+    "Where memory was enforced, it is also measured: the most bytes that a client's training took at its peak, what "
+    "that client might take, and the largest share of its limit that any client took."
+)
 SEVERAL_SEEDS = "Rows with several seeds show mean ± sample standard deviation; a speed-up is the ratio of mean times."
 FAST_MARK = "†"
 FAST = f"{FAST_MARK} aa-fast: only APGD-CE and APGD-T. Under the whole AutoAttack the accuracy can only be lower."
@@ -40,7 +44,8 @@ def reading(comparison: Comparison) -> list[str]:
     """Return how to read the tables."""
     rows = [row for setting in comparison.settings for row in setting.rows]
     wire = [WIRE] if any(run.wire for row in rows for run in row.runs) else []
-    return [*READING, *wire, *([SEVERAL_SEEDS] if any(len(row.runs) > 1 for row in rows) else [])]
+    enforced = [ENFORCED] if any(row.enforced for row in rows) else []
+    return [*READING, *enforced, *wire, *([SEVERAL_SEEDS] if any(len(row.runs) > 1 for row in rows) else [])]
 
 
 def setting_notes(setting: Setting) -> list[str]:

@@ -10,6 +10,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from fedprophet.config.config import Config
 from fedprophet.config.load import load_config
 from fedprophet.errors import CheckpointError
+from fedprophet.report.enforced import ClientPlan, EnforcedMemory, together
 from fedprophet.runs.checkpoint import Checkpoints
 from fedprophet.runs.engine_history import EngineSpan, spans
 from fedprophet.runs.files import RunFiles
@@ -110,6 +111,7 @@ class RunSummary:
     last: Reached | None = None
     time: SimulatedTime | None = None
     memory: Memory | None = None
+    enforced: EnforcedMemory | None = None
     wire: Wire | None = None
     wire_rounds: tuple[RoundWire, ...] = ()
     faults: int = 0
@@ -278,6 +280,7 @@ def read_folder(path: Path) -> ReadFolder:
         last=results.last,
         time=None if costs is None or deployed else _time(records, costs),
         memory=None if costs is None else _memory(records),
+        enforced=together(part for record in records for part in enforced_of(record, files.journal).values()),
         wire=_wire(records, files.journal),
         wire_rounds=_wire_rounds(records),
         faults=fault_count(records),
@@ -370,6 +373,7 @@ def _last_evaluated(records: Sequence[Record], journal: Path) -> Reached | None:
 # Time and memory -----------------------------------------------------------------------------------------------------
 
 _COSTS, _FAULTS, _WIRE = TypeAdapter(dict[str, _ClientCost]), TypeAdapter(_Faults), TypeAdapter(Wire)
+_PLANS = TypeAdapter(dict[Count, ClientPlan])
 
 
 def _costs(records: Sequence[Record], journal: Path) -> list[list[_ClientCost]] | None:
@@ -394,6 +398,12 @@ def _time(records: Sequence[Record], costs: Sequence[Sequence[_ClientCost]]) -> 
 def _memory(records: Sequence[Record]) -> Memory | None:
     found = training_memory(records)
     return Memory(found["least_bytes"], found["peak_bytes"]) if found else None
+
+
+def enforced_of(record: Record, journal: Path) -> dict[int, EnforcedMemory]:
+    """Return the memory of each client's training in a round; nothing where there were no limits."""
+    plans = of_record(_PLANS, record.get("plans", {}), record, journal)
+    return {client: EnforcedMemory.of(plan) for client, plan in plans.items()}
 
 
 def _wire(records: Sequence[Record], journal: Path) -> Wire | None:

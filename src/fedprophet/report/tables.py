@@ -1,7 +1,7 @@
 """A comparison as a page of tables, as Markdown, as CSV and as JSON."""
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -88,9 +88,9 @@ def _part(value: Any, *names: str) -> Any:
 
 
 def setting_tables(setting: Setting) -> list[Table]:
-    """Return accuracy and cost and, where runs have them, bytes on the wire and the best and last rounds."""
-    found = (_accuracy_table(setting), _cost_table(setting), _wire_table(setting), _rounds_table(setting))
-    return [table for table in found if table.rows]
+    """Return accuracy and cost and, where runs have them, measured memory, bytes on the wire, best and last rounds."""
+    makers = (_accuracy_table, _cost_table, _memory_table, _plans_table, _wire_table, _rounds_table)
+    return [table for table in (make(setting) for make in makers) if table.rows]
 
 
 def _accuracy_table(setting: Setting) -> Table:
@@ -131,6 +131,32 @@ def _cost_table(setting: Setting) -> Table:
         for row in setting.rows
     )
     return Table("Memory of a client and simulated time", columns, tuple(rows))
+
+
+def _memory_table(setting: Setting) -> Table:
+    columns = (
+        METHOD,
+        Column("peak", "Counted", format_size),
+        *(Column(part, "Measured", format_size) for part in ("peak", "its limit")),
+        Column("of a limit, at most", form=percent),
+    )
+    rows = [
+        (row.label, row.memory("peak"), found.peak, found.limit, found.closest)
+        for row in setting.rows
+        if (found := row.enforced)
+    ]
+    return Table("Memory of a client that was enforced: counted by the cost model, and measured", columns, tuple(rows))
+
+
+def _plans_table(setting: Setting) -> Table:
+    rows = [
+        (row.label, plan, times, times / found.trainings)
+        for row in setting.rows
+        if (found := row.enforced)
+        for plan, times in found.plans.items()
+    ]
+    columns = (METHOD, Column("Plan"), Column("Times"), Column("of all", form=percent))
+    return Table("Plans by which clients trained within their memory", columns, tuple(rows), labels=2)
 
 
 def _mean_only(value: Statistic | None) -> Statistic | None:
@@ -183,7 +209,9 @@ def _reached(rounds: Sequence[Reached]) -> tuple[str, Statistic | None, Statisti
 
 def csv_text(comparison: Comparison) -> str:
     """Return a line for each row: accuracies in %, sizes in MB of 10^6 bytes, times in seconds; empty: not known."""
-    columns = [(Column(name, form=form), value) for name, form, value in _csv_columns()]
+    enforced = any(row.enforced for setting in comparison.settings for row in setting.rows)
+    chosen = [*_csv_columns(), *(_enforced_columns() if enforced else ())]
+    columns = [(Column(name, form=form), value) for name, form, value in chosen]
     rows = [
         (setting.title, *(value(row) for _, value in columns))
         for setting in comparison.settings
@@ -256,6 +284,18 @@ def _csv_columns() -> Iterator[tuple[str, Form, Callable[[Row], Any]]]:
     yield "runs", _joined, lambda row: [run.path for run in row.runs]
 
 
+def _enforced_columns() -> Iterator[tuple[str, Form, Callable[[Row], Any]]]:
+    """Yield further columns, for where memory was enforced in a run."""
+    for part in ("peak", "limit"):
+        yield f"enforced_{part}_mb", _megabytes, _at(lambda row: row.enforced, part)
+    yield "enforced_closest_percent", _percent, _at(lambda row: row.enforced, "closest")
+    yield "plans", _plan_counts, _at(lambda row: row.enforced, "plans")
+
+
+def _plan_counts(plans: Mapping[str, int]) -> str:
+    return "; ".join(f"{plan}: {times}" for plan, times in plans.items())
+
+
 def _at(value: Callable[[Row], Any], *names: str) -> Callable[[Row], Any]:
     return lambda row: _part(value(row), *names)
 
@@ -293,6 +333,7 @@ def _row_document(row: Row) -> dict[str, Any]:
         "seeds": list(row.seeds),
         **{kind: {column: _as_dict(row.accuracy(kind, column)) for column in COLUMN_ATTACKS} for kind in KINDS},
         "memory_bytes": {part: row.memory(part) for part in ("least", "peak")},
+        **_enforced_document(row),
         "simulated_s": {part: _as_dict(row.time(part)) for part in TIMES},
         "wire_bytes": {part: _as_dict(row.wire(part)) for part in WIRE_PARTS},
         "faults": row.faults,
@@ -315,11 +356,21 @@ def _run_document(run: RunSummary) -> dict[str, Any]:
         "last": _as_dict(run.last),
         "simulated_s": {part: getattr(run.time, part) for part in TIMES} if run.time else None,
         "memory_bytes": _as_dict(run.memory),
+        **_enforced_document(run),
         "wire_bytes": {part: getattr(run.wire, part) for part in WIRE_PARTS} if run.wire else None,
         "faults": run.faults,
         "engine": run.engine,
         "engines": [span.to_json() for span in run.engines],
     }
+
+
+def _enforced_document(of: Row | RunSummary) -> dict[str, Any]:
+    """Return what is there only where memory was enforced."""
+    found = of.enforced
+    if found is None:
+        return {}
+    sizes = {"peak_bytes": found.peak, "limit_bytes": found.limit, "closest": found.closest}
+    return {"enforced": {**sizes, "plans": dict(found.plans)}}
 
 
 def _as_dict(value: Any) -> dict[str, Any] | None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fedprophet.attacks.autoattack import SUITES
 from fedprophet.attacks.names import find_attack
+from fedprophet.client.measure import drawn_together
 from fedprophet.messages.answers import Evaluated
 from fedprophet.messages.values import SERVER
 from fedprophet.methods.base import MethodState
@@ -154,7 +155,8 @@ class Evaluator:
         task = self.session.method.evaluation_task(self.state, SERVER, threat)
         layers = {name: self.whole[name] for name in self.session.world.chain.local()}
         task = replace(task, attack=attack, samples=samples, parameters={**task.parameters, **layers})
-        size = task.batch * max(1, PART_SAMPLES // task.batch)
+        batch = drawn_together(task)
+        size = batch * max(1, PART_SAMPLES // batch)
         parts = [(start, min(start + size, samples)) for start in range(0, samples, size)]
         tasks = [replace(task, number=number, part=part) for number, part in enumerate(parts)]
         answers: list[Evaluated] = []

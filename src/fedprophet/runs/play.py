@@ -2,12 +2,12 @@
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from fedprophet.errors import CheckpointError, TrainingError
+from fedprophet.errors import CheckpointError, TemporaryFileError, TrainingError
 from fedprophet.messages.modules import digest
 from fedprophet.methods.base import MethodState
 from fedprophet.runs.asking import WatchedEngine
@@ -37,7 +37,7 @@ def play(run: Run, observer: Observer | None = None) -> Mapping[str, Any]:
     def refuse() -> None:
         raise CheckpointError(f"another process is working on {path}: wait for it, or stop it first")
 
-    with closing(run.session), folder_lock(path, refuse):
+    with _told_how_to_resume(path), closing(run.session), folder_lock(path, refuse):
         with closing(_Keeper(run, _check_inputs(run))) as keeper:
             observer.started(run.session, path, run.state.round)
             for note in (*run.notes, *_engine_change(run)):
@@ -49,6 +49,15 @@ def play(run: Run, observer: Observer | None = None) -> Mapping[str, Any]:
     results = read_results(path)
     observer.finished(results)
     return results
+
+
+@contextmanager
+def _told_how_to_resume(path: Path) -> Iterator[None]:
+    """Let an error of a temporary file say how the run goes on, once there is room."""
+    try:
+        yield
+    except TemporaryFileError as error:
+        raise TemporaryFileError(f"{error}. {resume_hint(path)}") from error
 
 
 def _check_inputs(run: Run) -> Mapping[str, str]:

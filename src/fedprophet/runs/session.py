@@ -1,5 +1,6 @@
 """Everything a run consists of, put together from its configuration: data, fleet, model, method, engine."""
 
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -38,7 +39,7 @@ from fedprophet.randomness import global_rng
 from fedprophet.server.coordinator import Engine, RemoteEngine
 from fedprophet.settings.values import CUSTOM
 from fedprophet.sizes import parse_budget
-from fedprophet.storage.mapped import copied_to_file
+from fedprophet.storage.mapped import copied_to_file, files_in_memory
 
 CACHE_MEMORY = 2 * 10**9
 CACHE_DISK = 20 * 10**9
@@ -175,7 +176,18 @@ def assemble_client(
     }
     for workspace in workspaces.values() if frugal else ():
         workspace.move_to_files()
-    return ClientSide(population, workspaces, family, normalize, (*notes, *more))
+    where = _where_files_lie() if frugal else ()
+    return ClientSide(population, workspaces, family, normalize, (*notes, *more, *where))
+
+
+def _where_files_lie() -> Iterator[str]:
+    """Say if the files that the model and features are kept in are memory after all."""
+    kind = files_in_memory()
+    if kind is not None:
+        yield (
+            f"memory.enforce: what clients keep out of memory goes to files in {tempfile.gettempdir()}, which is a "
+            f"{kind} and so is memory: it comes on top of their limits. Set TMPDIR to a folder on a disk"
+        )
 
 
 def load_dataset(config: Config, given: Dataset | None = None) -> Dataset:

@@ -34,7 +34,8 @@ class Beside:
     def __init__(self, name: str) -> None:
         self._pieces: SimpleQueue[_Piece | None] = SimpleQueue()
         self._last: _Piece | None = None
-        Thread(target=_work_off, args=(self._pieces,), name=name, daemon=True).start()
+        self._thread = Thread(target=_work_off, args=(self._pieces,), name=name, daemon=True)
+        self._thread.start()
 
     def begin(self, work: Callable[[], None]) -> None:
         """Begin a piece of work, after the last one."""
@@ -54,11 +55,16 @@ class Beside:
             raise piece.error
 
     def close(self) -> None:
-        """Wait for the last piece of work, and end the thread."""
+        """Wait for the last piece of work, and until the thread has ended.
+
+        It frees tensors last. If the interpreter ended meanwhile, that would end the process with an error.
+        """
         try:
             self.wait()
         finally:
             self._pieces.put(None)
+            if self._last is None:  # else a Ctrl-C has ended the waiting
+                self._thread.join()
 
 
 def _work_off(pieces: "SimpleQueue[_Piece | None]") -> None:

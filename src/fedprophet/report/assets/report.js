@@ -123,10 +123,14 @@ function inWords(run) {
   return parts;
 }
 
-function memoryInWords({ memory, cascade: { whole: all } }) {
-  if (memory.least === all) return `Every client trains the whole model, which takes ${size(all)}.`;
-  return `A client needs ${size(memory.least)}, ${percent(memory.least / all)} of what the whole model takes.`;
+function memoryInWords({ memory, enforced, cascade: { whole: all } }) {
+  const measured = enforced.length ? ` Measured, no client took more than ${size(peakOf(enforced))}, nor more than ${percent(closestOf(enforced))} of its limit.` : "";
+  if (memory.least === all) return `Every client trains the whole model, which takes ${size(all)}.${measured}`;
+  return `A client needs ${size(memory.least)}, ${percent(memory.least / all)} of what the whole model takes.${measured}`;
 }
+
+const peakOf = (enforced) => Math.max(...enforced.map(({ measured }) => measured.peak));
+const closestOf = (enforced) => Math.max(...enforced.map(({ measured }) => measured.closest));
 
 function summary(runs) {
   if (!runs.length) return null;
@@ -137,11 +141,13 @@ function summary(runs) {
     return [percent(found?.accuracy), { class: kind === "personalised" ? "strong" : null }];
   };
   const attack = [...new Set(runs.map((run) => run.attack))].length === 1 ? runs[0].attack : "PGD";
-  const heads = ["Run", "Clean, personalised", `${attack}, personalised`, "Clean, global", `${attack}, global`, "Memory a client needs", "Simulated time", "Rounds"];
+  const limited = runs.some((run) => run.enforced.length);
+  const heads = ["Run", "Clean, personalised", `${attack}, personalised`, "Clean, global", `${attack}, global`, "Memory a client needs", ...(limited ? ["Memory measured, at most"] : []), "Simulated time", "Rounds"];
   const rows = runs.map((run) => [
     html("span", {}, named(run), badge(run)),
     cell(run, "personalised", false), cell(run, "personalised", true), cell(run, "global", false), cell(run, "global", true),
     run.memory ? size(run.memory.least) : "–",
+    ...(limited ? [run.enforced.length ? size(peakOf(run.enforced)) : "–"] : []),
     run.time ? duration(run.time.computation + run.time.access) : "–",
     whole(run.rounds),
   ]);
@@ -322,8 +328,53 @@ function cascadeSection(runs) {
     return [several, figure(`cascade ${n}`, chart, null, heads, rows)];
   });
   return section("cascade", "The cascade",
-    runs.some((run) => run.cascade && run.cascading) && lead("Bars are the memory that training a module takes, in the paper’s model of cost, on one scale with the whole model. A module has to fit the budget."),
-    charts, missing(runs, (run) => run.cascade, "the modules are not known: they are written when a run begins, by newer versions, and when it ends."));
+    runs.some((run) => run.cascade && run.cascading) && lead(`Bars are the memory that training a module takes, ${countedBy(runs)}, on one scale with the whole model. A module has to fit the budget.`),
+    charts, missing(runs, (run) => run.cascade, "the modules are not known: they are written when a run begins, by newer versions, and when it ends."),
+    measuredMemory(runs.filter((run) => run.enforced.length)));
+}
+
+function countedBy(runs) {
+  const words = { paper: "in the paper’s model of cost", measured: "as it is predicted for the most economical plan" };
+  return [...new Set(runs.filter((run) => run.cascade && run.cascading).map((run) => words[run.cascade.counted]))].join(" or ");
+}
+
+// What a training was of: the modules it began and ended with, or the model where there are none.
+function trainedName({ first, last }) {
+  if (first == null) return "The model, or its part";
+  return first === last ? `Module ${first}` : `Modules ${first} to ${last}`;
+}
+
+// Where memory was enforced: the peaks that were measured, beside what was counted and what was allowed.
+function measuredMemory(runs) {
+  const charts = runs.map((run) => {
+    const bars = run.enforced.flatMap((part) => [
+      { run, name: trainedName(part), parts: [{ name: "measured", value: part.measured.peak, kind: "fill" }], note: `${size(part.measured.peak)} of ${size(part.measured.limit)} allowed`, detail: [{ text: "trainings", value: whole(part.trainings) }, { text: "of a limit, at most", value: percent(part.measured.closest) }] },
+      ...(part.counted ? [{ run, name: "counted", parts: [{ name: "counted", value: part.counted, kind: "pale" }], note: size(part.counted) }] : []),
+    ]);
+    const marks = run.cascade?.budget ? [{ value: run.cascade.budget, name: `budget ${size(run.cascade.budget)}` }] : [];
+    const label = `Measured memory: ${run.enforced.map((part) => `${trainedName(part)} ${size(part.measured.peak)} of ${size(part.measured.limit)} allowed`).join("; ")}.`;
+    const heads = ["Trained", "Times", "Counted", "Measured peak", "Its limit", "Of a limit, at most", ["Plans", { class: "text" }]];
+    const rows = run.enforced.map((part) => [
+      trainedName(part), whole(part.trainings), part.counted ? size(part.counted) : "–", size(part.measured.peak), size(part.measured.limit), percent(part.measured.closest), asText(planCounts(part.measured.plans)),
+    ]);
+    return html("div", {}, runs.length > 1 && html("h4", {}, named(run)),
+      figure(`measured ${run.path}`, rowChart({ key: `measured ${run.path}`, width: width(), label, rows: bars, format: size, marks, rowHeight: 27 }), null, heads, rows),
+      html("p", { class: "minor" }, `Plans: ${planCounts(summed(run.enforced))}.`));
+  });
+  return charts.length > 0 && [
+    html("h3", {}, "Memory that was measured"),
+    lead("Memory was enforced: the most that a client’s training took at its peak, of what that client might take. Counted is what the most economical plan is predicted to need; a client that has more takes a quicker plan."),
+    key([[square("fill"), "measured"], [square("pale"), "counted"]]),
+    charts,
+  ];
+}
+
+const planCounts = (plans) => Object.entries(plans).map(([plan, times]) => `${plan} (${counted(times, "time")})`).join("; ");
+
+function summed(enforced) {
+  const sums = {};
+  for (const { measured } of enforced) for (const [plan, times] of Object.entries(measured.plans)) sums[plan] = (sums[plan] ?? 0) + times;
+  return Object.fromEntries(Object.entries(sums).sort(([, a], [, b]) => b - a));
 }
 
 function perturbationSection(runs) {

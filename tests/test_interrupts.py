@@ -1,0 +1,121 @@
+"""Signals wait where no exception must come, and come where one may."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+from fedprophet.cascade.measure import LiveBytes, without_allocating
+from fedprophet.interrupts import let_signals_through, signals_wait
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[list[int]]:
+    """Have SIGINT raise KeyboardInterrupt and SIGTERM be noted; handlers must be there again after each test."""
+    noted: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        noted.append(number)
+
+    before = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, note)
+    yield noted
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) is note
+    for number, handler in before:
+        signal.signal(number, handler)
+
+
+def _interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_signal_waits_for_the_end_of_the_outer_block() -> None:
+    reached = []
+
+    def work() -> None:
+        with signals_wait():
+            with signals_wait():
+                _interrupt()
+                reached.append("inner")
+            reached.append("outer")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert reached == ["inner", "outer"]
+    let_signals_through()  # nothing is left
+
+
+def test_a_signal_comes_where_it_is_let_through() -> None:
+    reached = []
+
+    def work() -> None:
+        with signals_wait():
+            let_signals_through()
+            _interrupt()
+            reached.append("waits")
+            let_signals_through()
+            reached.append("too late")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert reached == ["waits"]
+
+
+def test_every_signal_goes_to_its_own_handler_once(handlers: list[int]) -> None:
+    with signals_wait():
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert handlers == []
+    assert handlers == [signal.SIGTERM]
+
+
+def test_what_is_ignored_stays_ignored() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with signals_wait():
+        _interrupt()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def test_another_thread_holds_nothing_back() -> None:
+    found: list[object] = []
+
+    def work() -> None:
+        with signals_wait():
+            found.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [signal.default_int_handler]
+
+
+class _Interrupted(torch.autograd.Function):
+    """An operation during which Ctrl-C is pressed."""
+
+    @staticmethod
+    def forward(context: object, x: torch.Tensor) -> torch.Tensor:
+        _interrupt()
+        return x + 1
+
+
+@pytest.mark.parametrize("block", [lambda: without_allocating([nn.Linear(2, 2)]), nullcontext], ids=["fake", "real"])
+def test_an_operation_that_is_followed_is_not_interrupted(block: Callable[[], AbstractContextManager[None]]) -> None:
+    """The sum is computed, too: four numbers and four that are one more, of four bytes each."""
+    peaks = []
+
+    def work() -> None:
+        with block(), LiveBytes() as live:
+            _Interrupted.apply(torch.ones(4)).sum()
+            peaks.append(live.peak)
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert peaks == [2 * 4 * 4]
