@@ -4,7 +4,7 @@
     python benchmarks/memory.py --models vgg16 --budgets 60 --repeat 1
     python benchmarks/memory.py --device cuda --out benchmarks/results/memory-h200
 
-For each budget the model is cut by the paper's Algorithm 1. Each module has the cheapest plan that fits; its iteration
+For each budget the model is cut by the paper's Algorithm 1, and modules that fit no exact plan are cut further. Each module has the cheapest plan that fits; its iteration
 (PGD-10, then a step) is timed plain and planned. An attack's steps cost the same, so that on a CPU two of them are
 timed and counted five times. Computation is processor time, since the machine may have other work; on a GPU it is wall
 time, all plain iterations come first (cuDNN remembers what it chose under a limit), and plans run under their limit.
@@ -42,8 +42,8 @@ from fedprophet.cascade.allocator import allocator_limit, spare_memory
 from fedprophet.cascade.atoms import Chain, chain_of
 from fedprophet.cascade.cost import ChainCost, cost_of
 from fedprophet.cascade.measure import bytes_of, measured_peak
-from fedprophet.cascade.partition import partition
-from fedprophet.client.budget import Checked, LocalIteration, iteration_of
+from fedprophet.cascade.partition import cut_further, partition
+from fedprophet.client.budget import Checked, LocalIteration, MeasuredCost, iteration_of
 from fedprophet.client.captured import Ascent, ascent_of
 from fedprophet.client.descent import Descent
 from fedprophet.client.memory_plan import PLAIN, MemoryPlan
@@ -302,7 +302,8 @@ class Model:
 
     def modules(self, budget: int) -> Iterator[dict[str, Any]]:
         """Yield what each module of a budget takes, plain and planned."""
-        for module in partition(self.cost, budget):
+        needs = MeasuredCost.of(self.cost, self.chain, self.training)
+        for module in cut_further(partition(self.cost, budget), self.cost, needs, budget):
             iteration = self.iteration(module.first, module.last)
             found = {
                 "module": module.index + 1,

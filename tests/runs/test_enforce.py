@@ -19,12 +19,15 @@ from fedprophet.methods import METHODS
 from fedprophet.runs.play import play
 from fedprophet.runs.run import RunStoppedError, reopen, start
 from fedprophet.runs.session import Session, assemble
+from fedprophet.runs.setup import module_rows
 from fedprophet.server.coordinator import Record, play_round
 
 LIMITED = {"memory.enforce": True, "fleet.memory_share": 1e-9, "engine": "plain"}
 """Nobody has more memory available than R_min."""
 TIGHT = {"memory.budget": "60%", "train.warmup": 0}
 """Two modules, which have to be trained in pieces."""
+CUT = {"memory.budget": "35%", "train.warmup": 0}
+"""Four modules on paper, of which the third fits no plan."""
 Round = tuple[Session, Any, Record]
 
 
@@ -204,10 +207,29 @@ def test_only_what_is_in_training_is_in_memory(tiny) -> None:
         assert any(first <= tensor.data_ptr() < last for first, last in mapped)
 
 
+def _spans(session: Session) -> list[tuple[int, int]]:
+    return [(module.first, module.last) for module in session.world.modules]
+
+
+def test_a_module_that_fits_no_plan_is_cut_further_and_only_where_memory_is_enforced(tiny) -> None:
+    paper, session = (assemble(tiny({**LIMITED, **CUT, "memory.enforce": enforce})) for enforce in (False, True))
+    assert _spans(paper) == [(0, 3), (3, 5), (5, 7), (7, 8)]
+    assert _spans(session) == [(0, 3), (3, 5), (5, 6), (6, 7), (7, 8)]
+    needs = session.world.needs
+    assert needs.memory(5, 7) > session.budget
+    assert all(needs.memory(*span) <= session.budget for span in _spans(session))
+    assert [row["layers"] for row in module_rows(session)["modules"][2:4]] == [["Conv 5"], ["Conv 6"]]
+    assert session.method.initial().heads.keys() > paper.method.initial().heads.keys()
+
+
 @pytest.mark.slow
-def test_a_run_goes_on_after_a_stop_with_the_same_bytes(tiny, small, tmp_path, stop, contents) -> None:
-    config = tiny({**small, **LIMITED, **TIGHT})
+@pytest.mark.parametrize(("budget", "modules"), [(TIGHT, 2), (CUT, 5)], ids=["as on paper", "cut further"])
+def test_a_run_goes_on_after_a_stop_with_the_same_bytes(budget, modules, tiny, small, tmp_path, stop, contents) -> None:
+    config = tiny({**small, **LIMITED, **budget})
     play(start(config, tmp_path / "whole"))
+    assert len(json.loads((tmp_path / "whole" / "setup.json").read_text())["modules"]) == modules
+    assert {record["module"] for record in _journal(tmp_path / "whole")} == set(range(1, modules + 1))
+    assert all(p["peak_bytes"] <= p["limit_bytes"] for p in _plans(_journal(tmp_path / "whole")))
     with pytest.raises(RunStoppedError):
         play(start(config, tmp_path / "stopped"), stop(after_round=3))
     play(reopen(tmp_path / "stopped"))
