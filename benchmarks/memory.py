@@ -4,10 +4,11 @@
     python benchmarks/memory.py --models vgg16 --budgets 60 --repeat 1
     python benchmarks/memory.py --device cuda --out benchmarks/results/memory-h200
 
-For each budget the model is cut by the paper's Algorithm 1, and modules that fit no exact plan are cut further. Each module has the cheapest plan that fits; its iteration
-(PGD-10, then a step) is timed plain and planned. An attack's steps cost the same, so that on a CPU two of them are
-timed and counted five times. Computation is processor time, since the machine may have other work; on a GPU it is wall
-time, all plain iterations come first (cuDNN remembers what it chose under a limit), and plans run under their limit.
+For each budget the model is cut by the paper's Algorithm 1, and modules that fit no exact plan are cut further. Each
+module has the cheapest plan that fits; its iteration (PGD-10, then a step) is timed plain and planned. An attack's
+steps cost the same, so that on a CPU two of them are timed and counted five times. Computation is processor time, since
+the machine may have other work; on a GPU it is wall time, all plain iterations come first (cuDNN remembers what it
+chose under a limit), and plans run under their limit.
 
 Both begin at the same parameters and draws once more, without TF32: the difference of their updates, as vectors, by the
 length of the plain one is what a plan changes by rounding.
@@ -212,7 +213,9 @@ class Trial:
         random = torch.rand(batch, *iteration.input_shape, generator=torch.Generator().manual_seed(1))
         self.inputs = iteration.part.take(random)
         self.descent = Descent.of(self.part, self.training)
-        self._ascend: Ascent = ascent_of(self.part, self.threat, self.training.strong_convexity, plan.attack)
+        self._ascend: Ascent = ascent_of(
+            self.part, self.threat, self.training.strong_convexity, plan.attack, plan.attack_sliced
+        )
 
     @property
     def held(self) -> int:

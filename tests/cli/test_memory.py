@@ -94,7 +94,7 @@ def test_table_for_people():
 
 @pytest.mark.slow
 def test_a_module_that_no_plan_fits_is_shown_with_what_it_takes():
-    found = document("vgg16", "--budget", "39MB", "--no-measure", "--batch", "64")
+    found = document("vgg16", "--input", "3x64x64", "--budget", "153MB", "--no-measure", "--batch", "64")
     unfit = [module for module in found["modules"] if not module["fits"]]
     assert unfit[0]["layers"] == ["Conv 2"]
     for module in unfit:

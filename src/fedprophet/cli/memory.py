@@ -129,6 +129,8 @@ def _measurements(iteration: LocalIteration, budget: int, measure: bool) -> dict
             "step": str(plan.step),
             "piece": plan.piece,
             "rounded": plan.rounded,
+            "sliced": plan.sliced,
+            "attack_sliced": plan.attack_sliced,
             "text": str(plan),
         },
         "predicted_bytes": predicted,
