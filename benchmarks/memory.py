@@ -247,6 +247,7 @@ class Trial:
         start = [tensor.detach().to("cpu", copy=True) for tensor in state]
         change = torch.empty(0)
         for _ in range(2):
+            torch.manual_seed(0)  # dropout draws the same for every plan
             self.step(self.attack())
             change = torch.cat(
                 [
@@ -411,20 +412,19 @@ def measured(
     if device.type == "cuda":
         for module in (module for budget in budgets for module in partition(model.cost, budget * MB)):
             model.plain(module.first, module.last)
+    occasion = {"date": describe()["date"], "commit": commit(), "repeat": repeat}
     found: dict[str, Any] = {
         "paper_bytes": model.cost.total_memory,
         "measured_bytes": whole["plain_measured_bytes"],
         "seconds": whole["plain_seconds"],
-        "date": describe()["date"],
-        "commit": commit(),
-        "repeat": repeat,
+        **occasion,
         "budgets": [],
     }
     for budget in budgets:
         print(f"{name}, {budget} MB", flush=True)
         modules = list(model.modules(budget * MB))
         swapped = model.swapped(budget * MB, folder) if folder is not None else None
-        found["budgets"].append({"budget_bytes": budget * MB, "modules": modules, "swapped": swapped})
+        found["budgets"].append({"budget_bytes": budget * MB, "modules": modules, "swapped": swapped, **occasion})
         yield found
 
 
@@ -457,13 +457,16 @@ def _model_page(name: str, found: dict[str, Any]) -> Iterator[Page]:
     )
     line = (
         f"whole model: {_mb(found['paper_bytes'])} on paper, {_mb(found['measured_bytes'])} measured, plain iteration "
-        f"{_seconds(found['seconds'])} s; commit {found['commit']}, {found['date']}, quickest of "
-        f"{max(found['repeat'], 1)}"
+        f"{_seconds(found['seconds'])} s; {_occasion(found)}"
     )
     table = Table("", columns, tuple(_summary(entry) for entry in found["budgets"]))
     yield Page(name, (table,), lines=(line,))
     for entry in found["budgets"]:
-        yield Page(f"{name}, {_mb(entry['budget_bytes'])}", (_modules_table(entry),))
+        yield Page(f"{name}, {_mb(entry['budget_bytes'])}", (_modules_table(entry),), lines=(_occasion(entry),))
+
+
+def _occasion(measured: dict[str, Any]) -> str:
+    return f"commit {measured['commit']}, {measured['date']}, quickest of {max(measured['repeat'], 1)}"
 
 
 def _summary(entry: dict[str, Any]) -> tuple[Any, ...]:
@@ -535,7 +538,7 @@ def main() -> None:
     document = {
         "machine": describe(),
         "device": chosen.device,
-        "models": json.loads(path.read_text())["models"] if path.exists() else {},
+        "models": _known(path),
     }
     with torch_threads(1), TemporaryDirectory() as folder:
         for name in chosen.models:
@@ -546,6 +549,15 @@ def main() -> None:
                 document["models"][name] = {**found, "budgets": _together(before, found["budgets"])}
                 path.write_text(json.dumps(document, indent=1) + "\n")
                 chosen.out.with_suffix(".md").write_text(markdown(page(document)))
+
+
+def _known(path: Path) -> dict[str, Any]:
+    """Return what was measured before; a budget that does not say when was measured when its model was."""
+    models = json.loads(path.read_text())["models"] if path.exists() else {}
+    for model in models.values():
+        occasion = {key: model[key] for key in ("date", "commit", "repeat")}
+        model["budgets"] = [{**occasion, **entry} for entry in model["budgets"]]
+    return models
 
 
 def _together(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

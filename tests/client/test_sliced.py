@@ -302,7 +302,7 @@ def test_slices_are_not_planned_for_a_gpu() -> None:
 def test_a_plan_by_slices_in_words() -> None:
     assert str(FUSED) == "step fused into backward by slices of weights"
     assert str(replace(ATOMS, attack=4)) == "attack 4 at a time, step atom by atom by slices of weights"
-    assert str(MemoryPlan(attack_sliced=True)) == "attack all at a time by slices of weights"
+    assert str(MemoryPlan(attack_sliced=True)) == "attack by slices of weights"
 
 
 def test_nothing_is_sliced_outside() -> None:

@@ -35,7 +35,7 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         """Return it in words."""
-        attack = f"attack {self.attack or 'all'} at a time" if self.attack or self.attack_sliced else ""
+        attack = f"attack {self.attack} at a time" if self.attack else "attack" * self.attack_sliced
         step = {
             Step.WHOLE: "",
             Step.FUSED: "step fused into backward",
