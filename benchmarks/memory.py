@@ -4,10 +4,11 @@
     python benchmarks/memory.py --models vgg16 --budgets 60 --repeat 1
     python benchmarks/memory.py --device cuda --out benchmarks/results/memory-h200
 
-For each budget the model is cut by the paper's Algorithm 1. Each module has the cheapest plan that fits; its iteration
-(PGD-10, then a step) is timed plain and planned. An attack's steps cost the same, so that on a CPU two of them are
-timed and counted five times. Computation is processor time, since the machine may have other work; on a GPU it is wall
-time, all plain iterations come first (cuDNN remembers what it chose under a limit), and plans run under their limit.
+For each budget the model is cut by the paper's Algorithm 1, and modules that fit no exact plan are cut further. Each
+module has the cheapest plan that fits; its iteration (PGD-10, then a step) is timed plain and planned. An attack's
+steps cost the same, so that on a CPU two of them are timed and counted five times. Computation is processor time, since
+the machine may have other work; on a GPU it is wall time, all plain iterations come first (cuDNN remembers what it
+chose under a limit), and plans run under their limit.
 
 Both begin at the same parameters and draws once more, without TF32: the difference of their updates, as vectors, by the
 length of the plain one is what a plan changes by rounding.
@@ -42,8 +43,8 @@ from fedprophet.cascade.allocator import allocator_limit, spare_memory
 from fedprophet.cascade.atoms import Chain, chain_of
 from fedprophet.cascade.cost import ChainCost, cost_of
 from fedprophet.cascade.measure import bytes_of, measured_peak
-from fedprophet.cascade.partition import partition
-from fedprophet.client.budget import Checked, LocalIteration, iteration_of
+from fedprophet.cascade.partition import cut_further, partition
+from fedprophet.client.budget import Checked, LocalIteration, MeasuredCost, iteration_of
 from fedprophet.client.captured import Ascent, ascent_of
 from fedprophet.client.descent import Descent
 from fedprophet.client.memory_plan import PLAIN, MemoryPlan
@@ -212,7 +213,9 @@ class Trial:
         random = torch.rand(batch, *iteration.input_shape, generator=torch.Generator().manual_seed(1))
         self.inputs = iteration.part.take(random)
         self.descent = Descent.of(self.part, self.training)
-        self._ascend: Ascent = ascent_of(self.part, self.threat, self.training.strong_convexity, plan.attack)
+        self._ascend: Ascent = ascent_of(
+            self.part, self.threat, self.training.strong_convexity, plan.attack, plan.attack_sliced
+        )
 
     @property
     def held(self) -> int:
@@ -244,6 +247,7 @@ class Trial:
         start = [tensor.detach().to("cpu", copy=True) for tensor in state]
         change = torch.empty(0)
         for _ in range(2):
+            torch.manual_seed(0)  # dropout draws the same for every plan
             self.step(self.attack())
             change = torch.cat(
                 [
@@ -302,7 +306,8 @@ class Model:
 
     def modules(self, budget: int) -> Iterator[dict[str, Any]]:
         """Yield what each module of a budget takes, plain and planned."""
-        for module in partition(self.cost, budget):
+        needs = MeasuredCost.of(self.cost, self.chain, self.training)
+        for module in cut_further(partition(self.cost, budget), self.cost, needs, budget):
             iteration = self.iteration(module.first, module.last)
             found = {
                 "module": module.index + 1,
@@ -407,20 +412,19 @@ def measured(
     if device.type == "cuda":
         for module in (module for budget in budgets for module in partition(model.cost, budget * MB)):
             model.plain(module.first, module.last)
+    occasion = {"date": describe()["date"], "commit": commit(), "repeat": repeat}
     found: dict[str, Any] = {
         "paper_bytes": model.cost.total_memory,
         "measured_bytes": whole["plain_measured_bytes"],
         "seconds": whole["plain_seconds"],
-        "date": describe()["date"],
-        "commit": commit(),
-        "repeat": repeat,
+        **occasion,
         "budgets": [],
     }
     for budget in budgets:
         print(f"{name}, {budget} MB", flush=True)
         modules = list(model.modules(budget * MB))
         swapped = model.swapped(budget * MB, folder) if folder is not None else None
-        found["budgets"].append({"budget_bytes": budget * MB, "modules": modules, "swapped": swapped})
+        found["budgets"].append({"budget_bytes": budget * MB, "modules": modules, "swapped": swapped, **occasion})
         yield found
 
 
@@ -453,13 +457,16 @@ def _model_page(name: str, found: dict[str, Any]) -> Iterator[Page]:
     )
     line = (
         f"whole model: {_mb(found['paper_bytes'])} on paper, {_mb(found['measured_bytes'])} measured, plain iteration "
-        f"{_seconds(found['seconds'])} s; commit {found['commit']}, {found['date']}, quickest of "
-        f"{max(found['repeat'], 1)}"
+        f"{_seconds(found['seconds'])} s; {_occasion(found)}"
     )
     table = Table("", columns, tuple(_summary(entry) for entry in found["budgets"]))
     yield Page(name, (table,), lines=(line,))
     for entry in found["budgets"]:
-        yield Page(f"{name}, {_mb(entry['budget_bytes'])}", (_modules_table(entry),))
+        yield Page(f"{name}, {_mb(entry['budget_bytes'])}", (_modules_table(entry),), lines=(_occasion(entry),))
+
+
+def _occasion(measured: dict[str, Any]) -> str:
+    return f"commit {measured['commit']}, {measured['date']}, quickest of {max(measured['repeat'], 1)}"
 
 
 def _summary(entry: dict[str, Any]) -> tuple[Any, ...]:
@@ -531,7 +538,7 @@ def main() -> None:
     document = {
         "machine": describe(),
         "device": chosen.device,
-        "models": json.loads(path.read_text())["models"] if path.exists() else {},
+        "models": _known(path),
     }
     with torch_threads(1), TemporaryDirectory() as folder:
         for name in chosen.models:
@@ -542,6 +549,15 @@ def main() -> None:
                 document["models"][name] = {**found, "budgets": _together(before, found["budgets"])}
                 path.write_text(json.dumps(document, indent=1) + "\n")
                 chosen.out.with_suffix(".md").write_text(markdown(page(document)))
+
+
+def _known(path: Path) -> dict[str, Any]:
+    """Return what was measured before; a budget that does not say when was measured when its model was."""
+    models = json.loads(path.read_text())["models"] if path.exists() else {}
+    for model in models.values():
+        occasion = {key: model[key] for key in ("date", "commit", "repeat")}
+        model["budgets"] = [{**occasion, **entry} for entry in model["budgets"]]
+    return models
 
 
 def _together(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

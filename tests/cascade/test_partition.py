@@ -1,5 +1,6 @@
 """Algorithm 1 on costs made by hand, no model involved."""
 
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 
 from fedprophet.cascade.cost import AtomCost, ChainCost
 from fedprophet.cascade.heads import head_cost
-from fedprophet.cascade.partition import Module, partition, smallest_budget
+from fedprophet.cascade.partition import Module, cut_further, partition, smallest_budget
 from fedprophet.errors import BudgetError
 
 
@@ -162,3 +163,42 @@ def test_too_small_a_budget_names_the_atom_and_both_sizes():
 
 def test_the_last_atom_needs_no_head():
     assert smallest_budget(chain([(1, 1, (1,)), (1, 4, (50,))])) == (24, 0)
+
+
+@pytest.mark.parametrize(
+    ("third", "fourth", "last", "cuts"),
+    [
+        pytest.param(1, 1, 1, [(0, 2), (2, 5)], id="24 bytes fit"),
+        pytest.param(1, 2, 3, [(0, 2), (2, 3), (3, 5)], id="8 + 12 + 16 do not: 8 and a head, 12 + 16"),
+        pytest.param(1, 5, 2, [(0, 2), (2, 3), (3, 4), (4, 5)], id="24 and a head are too much on their own"),
+    ],
+)
+def test_a_module_that_needs_more_than_the_budget_is_cut_further(third, fourth, last, cuts):
+    """Atoms of 8 bytes on paper, heads of 16: a budget of 32 makes modules of 2 and 3 atoms: 32 and 24 bytes.
+
+    What they need is the same but for the last three: 4 + 4 times the number that is given. The first two need 32.
+    """
+    cost = chain([(1, 1, (1,))] * 5)
+    needs = chain([(1, activations, (1,)) for activations in (1, 1, third, fourth, last)])
+    modules = partition(cost, 32)
+    assert [(module.first, module.last) for module in modules] == [(0, 2), (2, 5)]
+    found = cut_further(modules, cost, needs, 32)
+    assert [(module.first, module.last) for module in found] == cuts
+    assert [module.index for module in found] == list(range(len(cuts)))
+    for module in found:
+        assert module.memory == cost.memory(module.first, module.last)  # on paper, as that of the others
+        assert needs.memory(module.first, module.last) <= 32 or module.last - module.first == 1
+
+
+@given(cost=chains(), needs=chains(), spare=st.integers(0, 1000))
+def test_modules_that_fit_stay_as_they_are(cost, needs, spare):
+    budget = smallest_budget(cost)[0] + spare
+    atoms = min(len(cost.atoms), len(needs.atoms))
+    cost, needs = (replace(each, atoms=each.atoms[:atoms]) for each in (cost, needs))
+    budget = max(budget, smallest_budget(cost)[0])
+    modules = partition(cost, budget)
+    found = {(module.first, module.last) for module in cut_further(modules, cost, needs, budget)}
+    assert sorted(atom for span in found for atom in range(*span)) == list(range(atoms))
+    for module in modules:
+        kept = module.last - module.first == 1 or needs.memory(module.first, module.last) <= budget
+        assert ((module.first, module.last) in found) == kept

@@ -6,7 +6,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from fedprophet.cli.memory import _unfit, memory_command
+from fedprophet.cli.memory import memory_command
 from fedprophet.client.budget import LocalIteration
 from fedprophet.errors import BudgetError, ConfigError, FedProphetError
 
@@ -72,12 +72,20 @@ def test_a_gpu_is_planned_for_without_one():
     assert "without workspaces" not in call(*SMALL, *options).stdout
 
 
-def test_only_a_module_that_can_be_cut_is_advised_to_be():
-    module = {"index": 2, "predicted_bytes": 43_000_000, "atoms": 2}
-    advice = "Try --memory-model measured, which cuts modules by what they take on cuda, a smaller batch"
-    assert advice in _unfit(module, "paper", "cuda")
-    assert "Try a smaller batch" in _unfit({**module, "atoms": 1}, "paper", "cuda")
-    assert "Try a smaller batch" in _unfit(module, "measured", "cuda")
+@pytest.mark.slow
+def test_a_module_that_fits_no_plan_is_cut_further_and_an_atom_is_shown_with_what_it_takes():
+    """A batch of two is never cut into parts, and gradients of activations are not on paper."""
+    arguments = ("vgg-small", "--input", "3x64x64", "--batch", "2", "--budget", "1600kB", "--no-measure")
+    found = document(*arguments)["modules"]
+    assert [module["layers"] for module in found[:6]] == [[f"Conv {number}"] for number in range(1, 7)]
+    assert [module["cut_from"] for module in found] == [None] * 4 + [5, 5, None]
+    assert [module["fits"] for module in found] == [False] * 4 + [True] * 3
+    for module in found[:4]:
+        assert module["plan"] is None
+        assert module["predicted_bytes"] > 1_600_000 > module["paper_bytes"]
+    text = " ".join(call(*arguments).stdout.split())
+    assert "module 5 of the paper's partition fits no exact plan: it is cut into modules 5, 6" in text
+    assert "module 2: no plan fits; the most economical one is predicted to take 5.27 MB" in text
 
 
 def test_table_for_people():
@@ -87,16 +95,6 @@ def test_table_for_people():
     assert "at a time" in first
     assert first.rstrip(" |").endswith("yes")
     assert "budget 1.60 MB, not measured" in result.stdout
-
-
-@pytest.mark.slow
-def test_a_module_that_no_plan_fits_is_shown_with_what_it_takes_and_another_partition_is_advised():
-    found = document("vgg16", "--budget", "39MB", "--no-measure", "--batch", "64")
-    unfit = [module for module in found["modules"] if not module["fits"]]
-    assert unfit[0]["layers"] == ["Conv 2"]
-    for module in unfit:
-        assert module["plan"] is None
-        assert module["predicted_bytes"] > 39_000_000 > module["paper_bytes"]
 
 
 @pytest.mark.slow

@@ -73,21 +73,21 @@ def test_the_cheapest_plan_that_fits_is_chosen_half_by_half() -> None:
 @pytest.mark.parametrize(
     ("batch", "sizes"),
     [
-        (64, [32, 16, 8, 4]),
+        (64, [32, 16, 8, 4, 2]),
         (8, [4, 2]),
         (7, [4, 2]),
         (3, [2]),
         (2, []),
         (1, []),
-        (100, [50, 25, 13, 7]),
-        (33, [17, 9, 5, 3]),
+        (100, [50, 25, 13, 7, 4]),
+        (33, [17, 9, 5, 3, 2]),
     ],
 )
 def test_samples_at_a_time(batch: int, sizes: list[int]) -> None:
-    """Halves, rounded up; never one sample, nor less than a sixteenth of the batch."""
+    """Halves, rounded up; never one sample, nor less than a thirty-second of the batch."""
     iteration = replace(_iteration(), training=replace(HYPER, batch=batch))
     assert [plan.piece for plan in iteration._steps() if plan.step is Step.PIECES] == 2 * sizes
-    assert list(iteration._attack_sizes()) == [0, *sizes]
+    assert [plan.attack for plan in iteration._attacks() if not plan.attack_sliced] == [0, *sizes]
 
 
 def test_training_without_an_attack_is_planned_for_its_step_alone() -> None:
@@ -219,7 +219,7 @@ def test_on_a_gpu_the_limit_is_raised_until_a_plan_runs_and_other_plans_come_nex
     them under a limit of 60. Where 80 are lost, it has too little even under 124.
     """
     iteration = replace(_iteration(), place=torch.device("cuda"))
-    monkeypatch.setattr(LocalIteration, "_attack_peak", lambda self, size: {0: 70, 4: 30, 2: 20}[size] * MIB)
+    monkeypatch.setattr(LocalIteration, "_attack_peak", lambda self, plan: {0: 70, 4: 30, 2: 20}[plan.attack] * MIB)
     monkeypatch.setattr(LocalIteration, "_step_peak", lambda self, plan: 50 * MIB)
     gpu = _Gpu(whole_4=(30, 50, 40, 8))
     monkeypatch.setattr(LocalIteration, "_tried_within", lambda *call: gpu.tried_within(*call))
@@ -251,7 +251,7 @@ def test_a_gpu_is_predicted_without_workspaces_and_in_its_own_units() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LocalIteration, "_step", lambda *call: None)
         assert there.predicted(PLAIN) == held + batch
-        patch.setattr(LocalIteration, "_attack", lambda self, size, x, labels, ascend: x)
+        patch.setattr(LocalIteration, "_attack", lambda self, plan, x, labels, ascend: x)
         attacked = replace(there, threat=THREAT)
         assert attacked.predicted(PLAIN) == held + batch
         assert attacked.predicted(MemoryPlan(attack=4)) == held + batch + 2 * hand
@@ -280,10 +280,10 @@ def _modules(
 
 
 @pytest.mark.slow
-def test_every_module_of_vgg16_keeps_within_its_budget() -> None:
-    budget = 60 * 10**6
+@pytest.mark.parametrize(("budget", "count"), [(60 * 10**6, 7), (39 * 10**6, 10)])
+def test_every_module_of_vgg16_keeps_within_its_budget(budget: int, count: int) -> None:
     _, modules = _modules("vgg16", (3, 32, 32), 10, 64, budget)
-    assert len(modules) == 7
+    assert len(modules) == count
     for build_module in modules:
         iteration = build_module()
         plan, peak, _ = iteration.cheapest(budget)
@@ -292,15 +292,17 @@ def test_every_module_of_vgg16_keeps_within_its_budget() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [0, 1, 2, 5])
-def test_planned_modules_of_vgg16_learn_what_plain_ones_learn(number: int) -> None:
+@pytest.mark.parametrize(
+    ("budget", "number"), [*((60 * 10**6, number) for number in (0, 1, 2, 5)), *((39 * 10**6, n) for n in (1, 5, 9))]
+)
+def test_planned_modules_of_vgg16_learn_what_plain_ones_learn(budget: int, number: int) -> None:
     """One iteration with an attack, in float32: the updates differ by less than 1e-5 of their length.
 
     On images the attack steps by the sign of a gradient. Where that is next to nothing, rounding may turn it and move
     a pixel by two steps: 3e-5 was seen.
     """
     bound = 1e-5 if number else 1e-4
-    _, modules = _modules("vgg16", (3, 32, 32), 10, 64, 60 * 10**6)
+    _, modules = _modules("vgg16", (3, 32, 32), 10, 64, budget)
     iteration = modules[number]()
     part = iteration.part
     x = torch.rand(64, *iteration.input_shape, generator=torch.Generator().manual_seed(1))
@@ -308,7 +310,7 @@ def test_planned_modules_of_vgg16_learn_what_plain_ones_learn(number: int) -> No
     tensors = {**part.chain.tensors, **{f"head.{k}": v for k, v in (part.head or nn.Module()).named_parameters()}}
     start = {name: value.detach().clone() for name, value in tensors.items()}
     ends = []
-    plan = iteration.cheapest(60 * 10**6).plan
+    plan = iteration.cheapest(budget).plan
     assert plan != PLAIN
     for way in (PLAIN, plan):
         with torch.no_grad():

@@ -20,6 +20,7 @@ from fedprophet.methods import METHODS
 from fedprophet.runs.play import play
 from fedprophet.runs.run import RunStoppedError, reopen, start
 from fedprophet.runs.session import Session, assemble
+from fedprophet.runs.setup import module_rows
 from fedprophet.server.coordinator import Record, play_round
 from fedprophet.storage import mapped
 
@@ -28,6 +29,8 @@ LIMITED = {"memory.enforce": True, "fleet.memory_share": 1e-9, "engine": "plain"
 TIGHT = {"memory.budget": "60%", "train.warmup": 0}
 """Two modules, which have to be trained in pieces."""
 JOINT = {"method": "jfat", "memory.budget": "100%"}
+CUT = {"memory.budget": "40%", "train.batch": 8, "train.warmup": 0}
+"""Three modules on paper, of which the second fits no plan."""
 Round = tuple[Session, Any, Record]
 
 
@@ -136,7 +139,7 @@ def test_modules_are_assigned_by_what_plans_need(first_round: Round) -> None:
 
 
 REFUSED = {
-    "fedprophet": (r"module 3 \(Conv 5\)", "memory.budget of at least 6"),
+    "fedprophet": (r"module 2 \(Conv 2\)", "memory.budget of at least 4"),
     "jfat": ("the whole model", "use fedprophet"),
     "fedrbn": ("the whole model", "use fedprophet"),
     "feddf": ("vgg-small", "use fedprophet"),
@@ -149,7 +152,7 @@ def test_a_budget_that_is_too_small_is_refused_at_the_start(method, tiny) -> Non
     family = {"distillation.family": ["vgg-small"]}
     settings = {**LIMITED, **family, "method": method, "memory.budget": "20%" if method != "heterofl" else 2000}
     if method == "fedprophet":
-        settings |= {"model.options": {}, "memory.budget": "25%"}
+        settings |= {"train.batch": 8, "memory.budget": "25%"}
     name, advice = REFUSED[method]
     with pytest.raises(BudgetError, match=rf"^memory\.enforce: {name}.* cannot be trained within memory\.budget") as e:
         assemble(tiny(settings))
@@ -210,10 +213,29 @@ def test_only_what_is_in_training_is_in_memory(tiny) -> None:
         assert any(first <= tensor.data_ptr() < last for first, last in mapped)
 
 
+def _spans(session: Session) -> list[tuple[int, int]]:
+    return [(module.first, module.last) for module in session.world.modules]
+
+
+def test_a_module_that_fits_no_plan_is_cut_further_and_only_where_memory_is_enforced(tiny) -> None:
+    paper, session = (assemble(tiny({**LIMITED, **CUT, "memory.enforce": enforce})) for enforce in (False, True))
+    assert _spans(paper) == [(0, 4), (4, 6), (6, 8)]
+    assert _spans(session) == [(0, 4), (4, 5), (5, 6), (6, 8)]
+    needs = session.world.needs
+    assert needs.memory(4, 6) > session.budget
+    assert all(needs.memory(*span) <= session.budget for span in _spans(session))
+    assert [row["layers"] for row in module_rows(session)["modules"][1:3]] == [["Conv 4"], ["Conv 5"]]
+    assert session.method.initial().heads.keys() > paper.method.initial().heads.keys()
+
+
 @pytest.mark.slow
-def test_a_run_goes_on_after_a_stop_with_the_same_bytes(tiny, small, tmp_path, stop, contents) -> None:
-    config = tiny({**small, **LIMITED, **TIGHT})
+@pytest.mark.parametrize(("budget", "modules"), [(TIGHT, 2), (CUT, 4)], ids=["as on paper", "cut further"])
+def test_a_run_goes_on_after_a_stop_with_the_same_bytes(budget, modules, tiny, small, tmp_path, stop, contents) -> None:
+    config = tiny({**small, **LIMITED, **budget})
     play(start(config, tmp_path / "whole"))
+    assert len(json.loads((tmp_path / "whole" / "setup.json").read_text())["modules"]) == modules
+    assert {record["module"] for record in _journal(tmp_path / "whole")} == set(range(1, modules + 1))
+    assert all(p["peak_bytes"] <= p["limit_bytes"] for p in _plans(_journal(tmp_path / "whole")))
     with pytest.raises(RunStoppedError):
         play(start(config, tmp_path / "stopped"), stop(after_round=3))
     play(reopen(tmp_path / "stopped"))

@@ -1,6 +1,8 @@
 """Algorithm 1: cut a chain of atoms into modules that each train within a memory budget."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from fedprophet.cascade.cost import ChainCost
 from fedprophet.errors import BudgetError
@@ -41,14 +43,35 @@ def partition(cost: ChainCost, budget: int) -> tuple[Module, ...]:
             f"needs {need} bytes ({format_size(need)}) for a batch of {cost.batch} and cannot be cut further. "
             f"The smallest budget that works is {min(need, cost.total_memory)} bytes; a smaller batch lowers it"
         )
-    starts = [0]
-    for index in range(1, len(cost.atoms)):
+    return _modules(cost, _spans(cost, budget, 0, len(cost.atoms)))
+
+
+def cut_further(modules: Sequence[Module], cost: ChainCost, needs: ChainCost, budget: int) -> tuple[Module, ...]:
+    """Return the modules of a cost, those that need more than the budget cut by Algorithm 1 with what they need.
+
+    It goes over the atoms of such a module alone, so that the others stay as they are. An atom that needs more than the
+    budget on its own is a module on its own.
+    """
+
+    def spans(module: Module) -> list[tuple[int, int]]:
+        first, last = module.first, module.last
+        fits = last - first == 1 or needs.memory(first, last) <= budget
+        return [(first, last)] if fits else _spans(needs, budget, first, last)
+
+    return _modules(cost, [span for module in modules for span in spans(module)])
+
+
+def _spans(cost: ChainCost, budget: int, first: int, last: int) -> list[tuple[int, int]]:
+    """Return where modules of atoms `first` … `last` − 1 begin and end: each takes atoms for as long as they fit."""
+    starts = [first]
+    for index in range(first + 1, last):
         if cost.memory(starts[-1], index + 1) > budget:
             starts.append(index)
-    ends = [*starts[1:], len(cost.atoms)]
-    return tuple(
-        _module(cost, index, first, last) for index, (first, last) in enumerate(zip(starts, ends, strict=True))
-    )
+    return list(pairwise([*starts, last]))
+
+
+def _modules(cost: ChainCost, spans: Iterable[tuple[int, int]]) -> tuple[Module, ...]:
+    return tuple(_module(cost, index, first, last) for index, (first, last) in enumerate(spans))
 
 
 def _module(cost: ChainCost, index: int, first: int, last: int) -> Module:

@@ -1,5 +1,7 @@
 """`fedprophet memory`: what each module takes to train, on paper and in fact, and how it keeps within a budget."""
 
+from collections.abc import Sequence
+from itertools import groupby
 from typing import Annotated, Any
 
 import torch
@@ -8,7 +10,7 @@ import typer
 from fedprophet.cascade.allocator import spare_memory
 from fedprophet.cascade.atoms import Chain, chain_of
 from fedprophet.cascade.cost import ChainCost
-from fedprophet.cascade.partition import Module, partition
+from fedprophet.cascade.partition import Module, cut_further, partition
 from fedprophet.cli.options import (
     Batch,
     Classes,
@@ -49,17 +51,20 @@ def memory_command(
     training, place = training_of(optimizer, batch), _device(device, measure)
     cost = model_cost(model, input_, classes, batch, optimizer, memory_model, place)
     paper = model_cost(model, input_, classes, batch, optimizer)
+    needs = model_cost(model, input_, classes, batch, optimizer, "measured", place)
     with torch.device(place if measure else "meta"):
         chain = chain_of(build(model, cost.input[1:], classes))
     rows = []
     with progress_bar() as watch:
         watch("counting memory", 0, None)
         bytes_ = parse_budget(budget, cost.total_memory)
-        modules = partition(cost, bytes_)
+        coarse = partition(cost, bytes_)
+        modules = cut_further(coarse, cost, needs, bytes_)
         for module in modules:
             watch("modules", module.index, len(modules))
             iteration = iteration_of(chain, cost, module.first, module.last, training, place)
-            rows.append({**_facts(module, chain, paper), **_measurements(iteration, bytes_, measure)})
+            facts = {**_facts(module, chain, paper), "cut_from": _cut_from(module, coarse)}
+            rows.append({**facts, **_measurements(iteration, bytes_, measure)})
     document = {
         "model": model,
         "batch": batch,
@@ -98,6 +103,12 @@ def _facts(module: Module, chain: Chain, paper: ChainCost) -> dict[str, Any]:
     }
 
 
+def _cut_from(module: Module, coarse: Sequence[Module]) -> int | None:
+    """Return the number of the coarser module that a module was cut out of; None where it is one itself."""
+    (whole,) = (each for each in coarse if each.first <= module.first < each.last)
+    return None if (whole.first, whole.last) == (module.first, module.last) else whole.index + 1
+
+
 def _measurements(iteration: LocalIteration, budget: int, measure: bool) -> dict[str, Any]:
     plain = {
         "plain_predicted_bytes": iteration.predicted(PLAIN),
@@ -118,6 +129,8 @@ def _measurements(iteration: LocalIteration, budget: int, measure: bool) -> dict
             "step": str(plan.step),
             "piece": plan.piece,
             "rounded": plan.rounded,
+            "sliced": plan.sliced,
+            "attack_sliced": plan.attack_sliced,
             "text": str(plan),
         },
         "predicted_bytes": predicted,
@@ -153,24 +166,24 @@ def _notes(found: dict[str, Any]) -> list[str]:
             "predictions are for a GPU, without workspaces: convolutions take those that the allocator grants"
             + (". Plain is measured without a limit, plans under one" if found["device"] else "")
         )
+    for whole, parts in groupby(found["modules"], key=lambda module: module["cut_from"]):
+        if whole:
+            numbers = ", ".join(str(part["index"]) for part in parts)
+            notes.append(
+                f"module {whole} of the paper's partition fits no exact plan: it is cut into modules {numbers}"
+            )
     for module in found["modules"]:
         if not module["fits"]:
-            notes.append(_unfit(module, found["memory_model"], found["planned_for"]))
+            notes.append(
+                f"module {module['index']}: no plan fits; the most economical one is predicted to take "
+                f"{_size(module['predicted_bytes'])}. Try a smaller batch, or a larger budget"
+            )
         elif module["planned_for_bytes"] < found["budget_bytes"]:
             notes.append(
                 f"module {module['index']}: more was measured than predicted, so that it was planned for "
                 f"{_size(module['planned_for_bytes'])}"
             )
     return notes
-
-
-def _unfit(module: dict[str, Any], memory_model: str, device: str) -> str:
-    finer = module["atoms"] > 1 and memory_model == "paper"
-    cut = f"--memory-model measured, which cuts modules by what they take on {device}, " if finer else ""
-    return (
-        f"module {module['index']}: no plan fits; the most economical one is predicted to take "
-        f"{_size(module['predicted_bytes'])}. Try {cut}a smaller batch, or a larger budget"
-    )
 
 
 def _size(size: int) -> str:

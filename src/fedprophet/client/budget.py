@@ -104,9 +104,9 @@ class LocalIteration:
 
     def cheapest(self, budget: int) -> Planned:
         """Return the cheapest plan that is predicted to fit; BudgetError if none does."""
-        attack, attack_peak = self._first_fitting(self._attack_peak, self._attack_sizes(), budget)
+        attack, attack_peak = self._first_fitting(self._attack_peak, self._attacks(), budget)
         step, step_peak = self._first_fitting(self._step_peak, self._steps(), budget)
-        return Planned(replace(step, attack=attack), max(attack_peak, step_peak))
+        return Planned(_joined(attack, step), max(attack_peak, step_peak))
 
     def checked(self, budget: int) -> Checked:
         """Return the cheapest plan that fits when it is measured; BudgetError if none does.
@@ -126,22 +126,23 @@ class LocalIteration:
 
     def least(self, rounded: bool = False) -> int:
         """Return the bytes that the most economical plan is predicted to take, of those that are exact or of all."""
-        *_, attack = self._attack_sizes()
-        *_, step = (plan for plan in self._steps() if not plan.rounded)
-        plans = (step, MemoryPlan(step=Step.FUSED), *([replace(step, rounded=True)] if rounded else []))
-        return max(self._attack_peak(attack), min(self._step_peak(plan) for plan in plans))
+        attacks = {plan.attack_sliced: plan for plan in self._attacks()}  # the last of either kind
+        *_, pieces = self._steps()
+        steps = [replace(pieces, rounded=False), *(plan for plan in self._steps() if plan.sliced)]
+        steps += [MemoryPlan(step=Step.FUSED), *([replace(pieces, rounded=True)] if rounded else [])]
+        return max(min(map(self._attack_peak, attacks.values())), min(map(self._step_peak, steps)))
 
     def predicted(self, plan: MemoryPlan) -> int:
         """Return the bytes that an iteration by a plan is predicted to take; nothing is allocated."""
-        return max(self._attack_peak(plan.attack), self._step_peak(plan))
+        return max(self._attack_peak(plan), self._step_peak(plan))
 
     def measured(self, plan: MemoryPlan) -> int:
         """Run an iteration on random inputs; return the bytes that it took. The part is trained by it."""
         labels, descent = self._beginning()
-        ascend = self._ascent(plan.attack)
+        ascend = self._ascent(plan)
 
         def iterate() -> None:
-            self._step(plan, self._attack(plan.attack, self._inputs(), labels, ascend), labels, descent, ascend)
+            self._step(plan, self._attack(plan, self._inputs(), labels, ascend), labels, descent, ascend)
 
         return measured_peak(iterate, self.part.chain.device) + bytes_of([*self._held(descent), labels])
 
@@ -151,11 +152,11 @@ class LocalIteration:
 
     def _first_that_passes(self, budget: int) -> Checked:
         """Return the first plan, in the order of what they cost, that keeps within the budget when it is tried."""
-        attacks = (size for size in self._attack_sizes() if self._attack_peak(size) <= budget)
+        attacks = (plan for plan in self._attacks() if self._attack_peak(plan) <= budget)
         steps = (plan for plan in self._steps() if self._step_peak(plan) <= budget)
         attack, step = next(attacks, None), next(steps, None)
         while attack is not None and step is not None:
-            plan = replace(step, attack=attack)
+            plan = _joined(attack, step)
             trial = self._trial(plan, budget)
             if max(trial.attack, trial.step) <= budget:
                 return Checked(plan, self.predicted(plan), max(trial.attack, trial.step), budget, trial.limit)
@@ -196,10 +197,10 @@ class LocalIteration:
 
     def _halves_of_iterations(self, plan: MemoryPlan, labels: Tensor, descent: Descent) -> Iterator[int]:
         """Attack and step in turn, yield the most bytes that were allocated in each half."""
-        ascend = self._ascent(plan.attack)
+        ascend = self._ascent(plan)
         for _ in range(TRIAL_RUNS):
             torch.cuda.reset_peak_memory_stats(self._device)
-            x = self._attack(plan.attack, self._inputs(), labels, ascend)
+            x = self._attack(plan, self._inputs(), labels, ascend)
             torch.cuda.synchronize(self._device)
             yield torch.cuda.max_memory_allocated(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -207,22 +208,20 @@ class LocalIteration:
             torch.cuda.synchronize(self._device)
             yield torch.cuda.max_memory_allocated(self._device)
 
-    def _attack_peak(self, size: int) -> int:
-        samples = size if self._device.type == "cuda" else 0
+    def _attack_peak(self, plan: MemoryPlan) -> int:
+        samples = plan.attack if self._device.type == "cuda" else 0
 
         def attack(labels: Tensor, _: Descent) -> Tensor:
             x = self._inputs()
             captured = x[:samples].clone(), x[:samples].clone()  # what a graph reads and writes
-            found = self._attack(size, x, labels, self._ascent(size))
+            found = self._attack(plan, x, labels, self._ascent(plan))
             del captured
             return found
 
         return self._peak(attack) if self.threat else 0
 
     def _step_peak(self, plan: MemoryPlan) -> int:
-        return self._peak(
-            lambda labels, descent: self._step(plan, self._inputs(), labels, descent, self._ascent(plan.attack))
-        )
+        return self._peak(lambda labels, descent: self._step(plan, self._inputs(), labels, descent, self._ascent(plan)))
 
     def _peak(self, compute: Callable[[Tensor, Descent], object]) -> int:
         part, account = self.part, account_of(self._device)
@@ -253,36 +252,44 @@ class LocalIteration:
     def _held(self, descent: Descent) -> Iterable[Tensor]:
         return [*self.part.tensors, *descent.held]
 
-    def _ascent(self, size: int) -> Ascent:
+    def _ascent(self, plan: MemoryPlan) -> Ascent:
         threat = self.threat and replace(self.threat, steps=ATTACK_STEPS)
-        return ascent_of(self.part, threat, self.training.strong_convexity, size)
+        return ascent_of(self.part, threat, self.training.strong_convexity, plan.attack, plan.attack_sliced)
 
-    def _attack(self, size: int, x: Tensor, labels: Tensor, ascend: Ascent) -> Tensor:
+    def _attack(self, plan: MemoryPlan, x: Tensor, labels: Tensor, ascend: Ascent) -> Tensor:
         if self.threat is None:
             return x
-        return attacked(self.part, x, labels, self.threat, torch.Generator(), size, ascend)
+        return attacked(self.part, x, labels, self.threat, torch.Generator(), plan.attack, ascend)
 
     def _step(self, plan: MemoryPlan, x: Tensor, labels: Tensor, descent: Descent, ascend: Ascent) -> None:
         ascend.step(lambda: training_loss(self.training, self.part, x, labels, plan)).backward(descent)
 
-    def _attack_sizes(self) -> Iterator[int]:
-        """Yield how many samples may be attacked at a time, 0 for all of them.
+    def _attacks(self) -> Iterator[MemoryPlan]:
+        """Yield the plans of an attack: in fewer and fewer samples at a time, then by slices of weights as well.
 
         Norm layers that keep no statistics use the batch's in evaluation mode too: their samples know each other.
         """
-        yield 0
         layers = self.part.chain.modules(self.part.first, self.part.last)
-        if not any(isinstance(layer, _BatchNorm) and layer.running_mean is None for layer in layers):
-            yield from _halves(self.training.batch)
+        together = any(isinstance(layer, _BatchNorm) and layer.running_mean is None for layer in layers)
+        for sliced in self._slicing:
+            for size in (0, *(() if together else _halves(self.training.batch))):
+                yield MemoryPlan(attack=size, attack_sliced=sliced)
 
     def _steps(self) -> Iterator[MemoryPlan]:
         """Yield the plans of a step: the exact ones, then the rounded ones."""
-        for step in (Step.WHOLE, Step.FUSED):
-            yield MemoryPlan(step=step)
+        yield MemoryPlan(step=Step.WHOLE)
+        for sliced in self._slicing:
+            yield MemoryPlan(step=Step.FUSED, sliced=sliced)
         for rounded in (False, True):
-            yield MemoryPlan(step=Step.ATOMS, rounded=rounded)
+            for sliced in (False,) if rounded else self._slicing:
+                yield MemoryPlan(step=Step.ATOMS, sliced=sliced, rounded=rounded)
             for size in _halves(self.training.batch):
                 yield MemoryPlan(step=Step.PIECES, piece=size, rounded=rounded)
+
+    @property
+    def _slicing(self) -> tuple[bool, ...]:
+        """Whether plans are by slices of weights: some are on a CPU, whose convolutions copy weights."""
+        return (False,) if self._device.type == "cuda" else (False, True)
 
     def _first_fitting(self, peak_of: Callable[[T], int], choices: Iterable[T], budget: int) -> tuple[T, int]:
         for choice in choices:
@@ -297,6 +304,10 @@ class LocalIteration:
             f"{format_size(self.least(rounded=True), 2)}. Give more memory, a smaller train.batch, "
             "or modules of fewer atoms (a lower memory.budget)"
         )
+
+
+def _joined(attack: MemoryPlan, step: MemoryPlan) -> MemoryPlan:
+    return replace(step, attack=attack.attack, attack_sliced=attack.attack_sliced)
 
 
 def iteration_of(
@@ -360,7 +371,7 @@ class MeasuredCost(ChainCost):
         return self._known[first, last]
 
 
-PARTS = 16
+PARTS = 32
 """Fewer samples at a time than a batch has by this save next to nothing, and take long to predict."""
 
 

@@ -24,20 +24,24 @@ from fedprophet.attacks.pgd import climb
 from fedprophet.cascade.measure import predicting
 from fedprophet.client.descent import Descent, Loss
 from fedprophet.client.part import ModelPart
+from fedprophet.client.sliced import by_slices
 from fedprophet.threat import ThreatModel
 
 
 class Ascent:
     """Climbs a part's loss from perturbed samples, one operation after the other."""
 
-    def __init__(self, part: ModelPart, threat: ThreatModel | None, strong_convexity: float) -> None:
-        self._part, self._threat, self._strong_convexity = part, threat, strong_convexity
+    def __init__(
+        self, part: ModelPart, threat: ThreatModel | None, strong_convexity: float, sliced: bool = False
+    ) -> None:
+        self._part, self._threat, self._strong_convexity, self._sliced = part, threat, strong_convexity, sliced
 
     def __call__(self, clean: Tensor, perturbed: Tensor, labels: Tensor) -> Tensor:
         """Return where it ends; it must be used up before the next call."""
 
         def objective(z: Tensor) -> Tensor:
-            return self._part.losses(z, labels, self._strong_convexity).sum()
+            with by_slices(self._sliced):
+                return self._part.losses(z, labels, self._strong_convexity).sum()
 
         return perturbed if self._threat is None else climb(objective, clean, perturbed, self._threat)
 
@@ -46,12 +50,17 @@ class Ascent:
         return compute()
 
 
-def ascent_of(part: ModelPart, threat: ThreatModel | None, strong_convexity: float, size: int) -> Ascent:
-    """Return how `size` samples at a time are attacked throughout a training (0: the whole batch)."""
+def ascent_of(
+    part: ModelPart, threat: ThreatModel | None, strong_convexity: float, size: int, sliced: bool = False
+) -> Ascent:
+    """Return how `size` samples at a time are attacked throughout a training (0: the whole batch).
+
+    On a CPU it may be by slices of weights.
+    """
     device = part.chain.device
     if threat is not None and not threat.harmless and size and device.type == "cuda" and not predicting():
         return CapturedAscent(part, threat, strong_convexity, size, device)
-    return Ascent(part, threat, strong_convexity)
+    return Ascent(part, threat, strong_convexity, sliced)
 
 
 class CapturedAscent(Ascent):

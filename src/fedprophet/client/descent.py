@@ -126,18 +126,42 @@ class Descent:
             if parameter.grad is not None:
                 self._step(parameter, parameter.grad)
 
+    def forgets(self, parameter: Tensor) -> bool:
+        """Whether a gradient is forgotten once it is stepped along."""
+        return id(parameter) not in self._summed
+
+    @torch.no_grad()
+    def step_rows(self, parameter: Tensor, rows: slice, gradient: Tensor) -> None:
+        """Step some rows of a parameter down their gradient, which is written to, as if it were part of a whole one."""
+        name = id(parameter)
+        if self._hyper.momentum and name not in self._momenta:
+            self._momenta[name] = torch.zeros_like(parameter)
+        momentum, anchor = self._momenta.get(name), self._anchors.get(name)
+        self._descend(
+            parameter[rows],
+            gradient,
+            None if momentum is None else momentum[rows],
+            None if anchor is None else anchor[rows],
+        )
+
     def _step(self, parameter: Tensor, gradient: Tensor) -> None:
-        hyper, name = self._hyper, id(parameter)
+        name = id(parameter)
         if name in self._summed:
             gradient = gradient.clone()  # it goes on growing, and must not take decay and momentum along
         else:
             parameter.grad = None
+        moved = self._descend(parameter, gradient, self._momenta.get(name), self._anchors.get(name))
+        if self._hyper.momentum:
+            self._momenta[name] = moved
+
+    def _descend(self, parameter: Tensor, gradient: Tensor, momentum: Tensor | None, anchor: Tensor | None) -> Tensor:
+        """Return what the parameter was moved along: the momentum, if there is one already, or the gradient."""
+        hyper = self._hyper
         if hyper.weight_decay:
             gradient.add_(parameter, alpha=hyper.weight_decay)
-        if name in self._anchors:
-            gradient.add_(parameter - self._anchors[name], alpha=hyper.proximal)
-        if hyper.momentum:
-            before = self._momenta.get(name)
-            gradient = gradient if before is None else before.mul_(hyper.momentum).add_(gradient)
-            self._momenta[name] = gradient
+        if anchor is not None:
+            gradient.add_(parameter - anchor, alpha=hyper.proximal)
+        if momentum is not None:
+            gradient = momentum.mul_(hyper.momentum).add_(gradient)
         parameter.add_(gradient, alpha=-hyper.learning_rate)
+        return gradient

@@ -20,18 +20,22 @@ class Step(StrEnum):
 class MemoryPlan:
     """How many samples are attacked at a time, how the step is cut up, and into pieces of how many samples.
 
-    0 stands for the whole batch. `rounded` keeps the inputs of atoms in bfloat16 until the way back: the forward pass
-    and the loss are exact, gradients are those at inputs that are rounded to 8 bits.
+    0 stands for the whole batch. Attack and step may be `sliced`: layers of large weights are computed by slices of
+    these, and the step goes along the gradient of a slice before it makes the next. `rounded` keeps the inputs of atoms
+    in bfloat16 until the way back: the forward pass and the loss are exact, gradients are those at inputs that are
+    rounded to 8 bits.
     """
 
     attack: int = 0
     step: Step = Step.WHOLE
     piece: int = 0
     rounded: bool = False
+    sliced: bool = False
+    attack_sliced: bool = False
 
     def __str__(self) -> str:
         """Return it in words."""
-        attack = f"attack {self.attack} at a time" if self.attack else ""
+        attack = f"attack {self.attack} at a time" if self.attack else "attack" * self.attack_sliced
         step = {
             Step.WHOLE: "",
             Step.FUSED: "step fused into backward",
@@ -39,7 +43,9 @@ class MemoryPlan:
             Step.PIECES: f"step atom by atom in pieces of {self.piece}",
         }[self.step]
         kept = "activations kept in bfloat16 (rounded)" if self.rounded else ""
-        return ", ".join(filter(None, (attack, step, kept))) or "plain"
+        halves = attack + BY_SLICES * self.attack_sliced, step + BY_SLICES * self.sliced
+        return ", ".join(filter(None, (*halves, kept))) or "plain"
 
 
+BY_SLICES = " by slices of weights"
 PLAIN = MemoryPlan()

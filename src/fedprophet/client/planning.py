@@ -13,7 +13,7 @@ import torch
 
 from fedprophet.cascade.measure import bytes_of
 from fedprophet.client.budget import LocalIteration, MeasuredCost, Planned, iteration_of
-from fedprophet.client.memory_plan import MemoryPlan
+from fedprophet.client.memory_plan import PLAIN, MemoryPlan
 from fedprophet.storage.bounded import BoundedCache
 
 MOST_KNOWN = 4096
@@ -67,8 +67,9 @@ class _Remembering(LocalIteration):
         """Yield the exact plans: what a run learns does not depend on how much memory its clients have."""
         return (plan for plan in super()._steps() if not plan.rounded)
 
-    def _attack_peak(self, size: int) -> int:
-        return self._remembered(("attack", size), lambda: LocalIteration._attack_peak(self, size))
+    def _attack_peak(self, plan: MemoryPlan) -> int:
+        half = "attack", plan.attack, plan.attack_sliced
+        return self._remembered(half, lambda: LocalIteration._attack_peak(self, plan))
 
     def _step_peak(self, plan: MemoryPlan) -> int:
         return self._remembered(("step", plan), lambda: LocalIteration._step_peak(self, plan))
@@ -119,7 +120,7 @@ class _Attack(LocalIteration):
 
     @property
     def activations(self) -> int:
-        return self._attack_peak(0) - bytes_of(self.part.tensors)
+        return self._attack_peak(PLAIN) - bytes_of(self.part.tensors)
 
 
 def _allowing(size: int) -> int:

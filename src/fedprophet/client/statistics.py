@@ -10,6 +10,7 @@ from fedprophet.cascade.norms import COUNTER, STATISTICS, statistics_names
 from fedprophet.client.atomwise import features_in_pieces
 from fedprophet.client.memory_plan import MemoryPlan, Step
 from fedprophet.client.part import ModelPart
+from fedprophet.client.sliced import by_slices
 
 ADVERSARIAL = "adversarial."
 """A client keeps its adversarial statistics beside the others, under names that begin with this."""
@@ -47,7 +48,7 @@ class TwoSets:
         if len(x) < 2:
             return
         self._swap()
-        with torch.no_grad(), part.mode(training=True):
+        with torch.no_grad(), part.mode(training=True), by_slices(plan.sliced):
             if plan.step is Step.PIECES:
                 features_in_pieces(part, x, plan.piece)
             else:

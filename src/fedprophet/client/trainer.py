@@ -1,7 +1,7 @@
 """Adversarial cascade learning on one client (Section 5.1): attack the batch, then step on what the attack found."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +14,7 @@ from fedprophet.client.captured import Ascent, ascent_of
 from fedprophet.client.descent import Descent, Loss, descend, fused_loss, whole_loss
 from fedprophet.client.memory_plan import PLAIN, MemoryPlan, Step
 from fedprophet.client.part import ModelPart
+from fedprophet.client.sliced import SlicedWeights
 from fedprophet.messages.tasks import Train
 from fedprophet.messages.values import LocalTraining
 from fedprophet.randomness import generator, key, seed_global
@@ -55,7 +56,7 @@ def train(
     global generator, which the caller puts back.
     """
 
-    ascend = ascent_of(part, task.threat, task.training.strong_convexity, plan.attack)
+    ascend = ascent_of(part, task.threat, task.training.strong_convexity, plan.attack, plan.attack_sliced)
 
     def loss_of(iteration: int, batch: Tensor) -> Loss:
         if observe is not None and not task.training.fixed_statistics:
@@ -76,19 +77,21 @@ def training_loss(training: LocalTraining, part: ModelPart, x: Tensor, labels: T
         with part.mode(training=len(x) > 1), part.fixed_statistics(training.fixed_statistics):
             yield
 
+    slices = SlicedWeights() if plan.sliced else None
     if plan.step in (Step.WHOLE, Step.FUSED):
-        with mode():
+        with mode(), slices or nullcontext():
             value = part.losses(x, labels, training.strong_convexity).mean()
-        return (whole_loss if plan.step is Step.WHOLE else fused_loss)(value, part)
-    step = AtomwiseStep(part, plan.piece or len(x), plan.rounded)
-    with mode():
-        value = step.forward(x, labels, training.strong_convexity)
+        loss = (whole_loss if plan.step is Step.WHOLE else fused_loss)(value, part)
+    else:
+        step = AtomwiseStep(part, plan.piece or len(x), plan.rounded)
+        with mode(), slices or nullcontext():
+            loss = Loss(step.forward(x, labels, training.strong_convexity), step.backward)
 
     def backward(descent: Descent) -> None:
-        with mode():
-            step.backward(descent)
+        with mode(), slices.stepped_by(descent) if slices else nullcontext():
+            loss.backward(descent)
 
-    return Loss(value, backward)
+    return Loss(loss.value, backward)
 
 
 def perturb(
@@ -107,7 +110,7 @@ def perturb(
     """
     if task.threat is None:
         return x
-    ascend = ascend or ascent_of(part, task.threat, task.training.strong_convexity, plan.attack)
+    ascend = ascend or ascent_of(part, task.threat, task.training.strong_convexity, plan.attack, plan.attack_sliced)
     draw = generator(task.seed, "attack", task.round, task.client, iteration)
     return attacked(part, x, labels, task.threat, draw, plan.attack, ascend)
 

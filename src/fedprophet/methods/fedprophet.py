@@ -111,11 +111,7 @@ class FedProphet(Method[CascadeState]):
             yield f"module {module.index + 1} ({layers})", self.world.needs.memory(module.first, module.last)
 
     def or_else(self) -> str:
-        world = self.world
-        short = [m for m in world.modules if world.needs.memory(m.first, m.last) > world.budget]
-        if world.config.memory.model == "paper" and all(m.last - m.first > 1 for m in short):
-            return ', or memory.model = "measured", which cuts modules by what they take'
-        return ""  # an atom cannot be cut any finer
+        return ""  # it is an atom, which cannot be cut any finer
 
     def trained(self, state: CascadeState) -> bool:
         """Whether every module is fixed."""

@@ -38,12 +38,14 @@ class World:
 
     `family` are the models that clients may train where a method lets them, from the smallest to the run's own model.
     `sizes` are those of the clients' shards, where the server knows them. `initial_layers` are the clients' own layers
-    before any training. `budget` is R_min, in bytes.
+    before any training. `budget` is R_min, in bytes. `needs` is what training costs clients, which have their memory
+    for it: `cost` or, where memory is limited, that of plans.
     """
 
     config: Config
     chain: Chain
     cost: ChainCost
+    needs: ChainCost
     modules: tuple[Module, ...]
     pool: ClientPool
     frozen: ModuleStore = field(default_factory=ModuleStore)
@@ -122,16 +124,9 @@ class World:
         """Whether clients train within a limit of memory."""
         return self.config.memory.enforce
 
-    @cached_property
-    def needs(self) -> ChainCost:
-        """What training costs clients, whose memory it is compared with."""
-        return self.needed(self.cost, self.chain)
-
     def needed(self, cost: ChainCost, chain: Chain) -> ChainCost:
-        """Return a chain's cost; where memory is limited, its memory is that of the most economical plan."""
-        if not self.enforces or isinstance(cost, PlannedCost):
-            return cost
-        return PlannedCost.of(cost, chain, local_training(self.config, stage_round=1))
+        """Return what training a chain costs clients."""
+        return needed(self.config, cost, chain)
 
     def limit(self, resources: Resources) -> int:
         """Return the bytes that a client may train in: what it has available; 0 is no limit.
@@ -187,6 +182,13 @@ class World:
         """Return the shared parameters that the run starts from."""
         tensors = self.chain.tensors
         return {name: tensors[name].detach().clone() for name in self.chain.shared()}
+
+
+def needed(config: Config, cost: ChainCost, chain: Chain) -> ChainCost:
+    """Return a chain's cost; where memory is limited, its memory is that of the most economical plan."""
+    if not config.memory.enforce or isinstance(cost, PlannedCost):
+        return cost
+    return PlannedCost.of(cost, chain, local_training(config, stage_round=1))
 
 
 def named(parameters: Parameters, names: Iterable[str]) -> dict[str, Tensor]:

@@ -75,12 +75,9 @@ def model_modules(config: Config, cost: ChainCost) -> tuple[Module, ...]:
 
 def _per_dimension(run: FinishedRun) -> list[float]:
     """Return, for each module, what its perturbation is divided by: an l2 radius by √d, an l_inf radius by 1."""
-    config = run.summary.config
-    cost = model_cost(config)
-    return [
-        math.sqrt(math.prod(cost.atoms[module.first - 1].output[1:])) if module.index else 1.0
-        for module in model_modules(config, cost)
-    ]
+    outputs = {atom.name: atom.output[1:] for atom in model_cost(run.summary.config).atoms}
+    ends = [module["atoms"][-1] for module in run.results["modules"][:-1]]
+    return [1.0, *(math.sqrt(math.prod(outputs[end])) for end in ends)]
 
 
 def stages(run: FinishedRun) -> Values:

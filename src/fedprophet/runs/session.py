@@ -14,7 +14,7 @@ from fedprophet import data, models
 from fedprophet.cascade.atoms import Chain, chain_of
 from fedprophet.cascade.cost import ChainCost, cost_of
 from fedprophet.cascade.norms import share_norm_layers
-from fedprophet.cascade.partition import partition
+from fedprophet.cascade.partition import cut_further, partition
 from fedprophet.client.budget import MeasuredCost
 from fedprophet.client.features import FeatureCache
 from fedprophet.client.layer_store import ClientStore
@@ -32,7 +32,7 @@ from fedprophet.messages.values import BACKBONE
 from fedprophet.methods import METHODS
 from fedprophet.methods.base import Method
 from fedprophet.methods.distillation import DistillationSettings
-from fedprophet.methods.world import Architecture, World, local_training
+from fedprophet.methods.world import Architecture, World, local_training, needed
 from fedprophet.models.normalize import Normalize
 from fedprophet.models.weights import load_weights
 from fedprophet.randomness import global_rng
@@ -127,9 +127,12 @@ def _world(config: Config, dataset: Dataset, side: "ClientSide") -> World:
     if config.memory.model == "measured" and METHODS[config.method].cascade:
         measured = PlannedCost if config.memory.enforce else MeasuredCost
         cost = measured.of(cost, own.chain, local_training(config, stage_round=1))
+    needs = needed(config, cost, own.chain)
     budget = parse_budget(config.memory.budget, cost.total_memory)
     with _about(f"memory.budget = {config.memory.budget}"):
         modules = partition(cost, budget if METHODS[config.method].cascade else cost.total_memory)
+    if config.memory.enforce and METHODS[config.method].cascade:
+        modules = cut_further(modules, cost, needs, budget)
     family = {
         name: Architecture(chain, cost if chain is own.chain else _cost(config, chain, dataset))
         for name, chain in side.family.items()
@@ -138,6 +141,7 @@ def _world(config: Config, dataset: Dataset, side: "ClientSide") -> World:
         config,
         own.chain,
         cost,
+        needs,
         modules,
         side.population,
         own.modules,
