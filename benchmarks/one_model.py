@@ -40,6 +40,7 @@ Row = dict[str, Any]
 Job = tuple[str, str, int]
 """The method, the choice and the seed of a run, of which there is one row at most."""
 CALIBRATED, SHARED, ATTACKED = "train.calibration=labels", "norm.layers=shared", "norm.refresh=attacked"
+RAMP = "attack.ramp=30%"
 CHOICES: dict[str, list[str]] = {
     "local": [],
     "local, statistics refreshed": [ATTACKED],
@@ -56,6 +57,9 @@ CHOICES: dict[str, list[str]] = {
     "shared, calibrated, FedProx 0.01": [SHARED, CALIBRATED, "train.proximal=0.01"],
     "local, newcomers average": ["norm.newcomers=average"],
     "shared, calibrated, alpha from 0.7": [SHARED, CALIBRATED, "perturbation.start=0.7"],
+    "shared, calibrated, alpha from 0.7, refreshed": [SHARED, CALIBRATED, "perturbation.start=0.7", ATTACKED],
+    "shared, calibrated, alpha from 0.7, growing attack": [SHARED, CALIBRATED, "perturbation.start=0.7", RAMP],
+    "shared, calibrated, growing attack": [SHARED, CALIBRATED, RAMP],
 }
 """What differs from the paper's settings: norm layers with the clients, plain labels."""
 KINDS = ("personalised", "uncalibrated", "global")

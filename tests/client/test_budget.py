@@ -212,29 +212,28 @@ class _Gpu:
         return Trial(OUT if attack > left else attack * MIB, OUT if step > left else peak * MIB, limit)
 
 
-def test_on_a_gpu_the_limit_is_raised_until_a_plan_runs_and_other_plans_come_next(
+def test_on_a_gpu_the_limit_is_lowered_until_a_plan_fits_and_other_plans_come_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Budget 60 MiB; 70 are predicted for a whole attack. A step of 50 that wants 40 more, where 8 are lost, gets 2 of
-    them under a limit of 60. Where 80 are lost, it has too little even under 124.
+    """Budget 60 MiB; 70 are predicted for a whole attack. A step of 50 that wants 40 more, where 8 are lost, gets all of
+    them under a limit of 124, 26 under 84, and 10 under 68, which does. Where 80 are lost, it has too little under 124.
     """
     iteration = replace(_iteration(), place=torch.device("cuda"))
     monkeypatch.setattr(LocalIteration, "_attack_peak", lambda self, plan: {0: 70, 4: 30, 2: 20}[plan.attack] * MIB)
     monkeypatch.setattr(LocalIteration, "_step_peak", lambda self, plan: 50 * MIB)
     gpu = _Gpu(whole_4=(30, 50, 40, 8))
     monkeypatch.setattr(LocalIteration, "_tried_within", lambda *call: gpu.tried_within(*call))
-    assert iteration.checked(60 * MIB) == (MemoryPlan(attack=4), 50 * MIB, 52 * MIB, 60 * MIB, 60 * MIB)
-    assert gpu.tried == [("whole_4", 60)]
+    assert iteration.checked(60 * MIB) == (MemoryPlan(attack=4), 50 * MIB, 60 * MIB, 60 * MIB, 68 * MIB)
+    assert gpu.tried == [("whole_4", 124), ("whole_4", 84), ("whole_4", 68)]
 
     gpu = _Gpu(whole_4=(30, 50, 40, 80), fused_4=(200, 30, 10, 8), fused_2=(20, 30, 10, 8))
     assert iteration.checked(60 * MIB).plan == MemoryPlan(attack=2, step=Step.FUSED)
-    limits = (60, 68, 84, 124)
-    assert gpu.tried == [*(("whole_4", mib) for mib in limits), *(("fused_4", mib) for mib in limits), ("fused_2", 60)]
+    assert gpu.tried == [("whole_4", 124), ("fused_4", 124), ("fused_2", 124)]
 
-    # A step of 60, where 5 are lost, has too little under 60, and under 68 it takes 63: too much.
+    # A step of 60, where 5 are lost, takes 100, 79, 63, and has too little under 60. Others have room to spare.
     gpu = _Gpu(whole_4=(30, 60, 40, 5), fused_4=(30, 50, 0, 0))
-    assert iteration.checked(60 * MIB).plan == MemoryPlan(attack=4, step=Step.FUSED)
-    assert [limit for name, limit in gpu.tried if name == "whole_4"] == [60, 68]
+    assert iteration.checked(60 * MIB) == (MemoryPlan(4, Step.FUSED), 50 * MIB, 50 * MIB, 60 * MIB, 124 * MIB)
+    assert [limit for name, limit in gpu.tried if name == "whole_4"] == [124, 84, 68, 60]
 
     gpu = _Gpu(whole_4=(200, 50, 0, 0), whole_2=(200, 50, 0, 0))
     with pytest.raises(BudgetError, match="cannot be trained within"):

@@ -50,7 +50,7 @@ TOLERANCE = 0.05
 """How far a measurement may exceed its prediction before a smaller budget is planned for."""
 TRIAL_RUNS = 3
 """The first sets up what is set up once, the second captures what is captured, the third is like all further ones."""
-SLACKS = (0, 8 * 2**20, 24 * 2**20, 64 * 2**20)
+SLACKS = (64 * 2**20, 24 * 2**20, 8 * 2**20, 0)
 """Bytes that the allocator may hold beyond a budget, as it takes memory in steps of 20 MiB and keeps some for later.
 What is allocated has to keep within the budget all the same."""
 OUT = sys.maxsize
@@ -87,6 +87,10 @@ class Trial(NamedTuple):
     attack: int
     step: int
     limit: int
+
+    @property
+    def peak(self) -> int:
+        return max(self.attack, self.step)
 
 
 @dataclass(frozen=True)
@@ -158,8 +162,8 @@ class LocalIteration:
         while attack is not None and step is not None:
             plan = _joined(attack, step)
             trial = self._trial(plan, budget)
-            if max(trial.attack, trial.step) <= budget:
-                return Checked(plan, self.predicted(plan), max(trial.attack, trial.step), budget, trial.limit)
+            if trial.peak <= budget:
+                return Checked(plan, self.predicted(plan), trial.peak, budget, trial.limit)
             if trial.attack > trial.step:
                 attack = next(attacks, None)
             else:
@@ -167,14 +171,19 @@ class LocalIteration:
         raise self._nothing_fits(budget)
 
     def _trial(self, plan: MemoryPlan, budget: int) -> Trial:
-        """Try a plan under the lowest limit of the allocator that does: the budget, or a little more.
+        """Try a plan under the highest limit of the allocator with which it keeps within the budget.
 
-        The higher it is, the larger workspaces convolutions take.
+        The lower it is, the smaller workspaces convolutions take; but under one that just does, a training fails that
+        leaves other gaps in the allocator's memory than the trial did.
         """
-        for slack in SLACKS:
-            trial = self._tried_within(plan, budget + slack)
-            if max(trial.attack, trial.step) < OUT:
+        trial = self._tried_within(plan, budget + SLACKS[0])
+        for slack in SLACKS[1:]:
+            if trial.peak <= budget or trial.peak == OUT:
                 break
+            lower = self._tried_within(plan, budget + slack)
+            if lower.peak == OUT:
+                break
+            trial = lower
         return trial
 
     def _tried_within(self, plan: MemoryPlan, limit: int) -> Trial:
