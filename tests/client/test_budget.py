@@ -215,8 +215,8 @@ class _Gpu:
 def test_on_a_gpu_the_limit_is_lowered_until_a_plan_fits_and_other_plans_come_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Budget 60 MiB; 70 are predicted for a whole attack. A step of 50 that wants 40 more, where 8 are lost, gets all of
-    them under a limit of 124, 26 under 84, and 10 under 68, which does. Where 80 are lost, it has too little under 124.
+    """Budget 60 MiB; 70 are predicted for a whole attack. A step of 50 that wants 40 more, where 8 are lost, gets all
+    of them under a limit of 124, 26 under 84, and 10 under 68, which does. Where 80 are lost, 124 are too little.
     """
     iteration = replace(_iteration(), place=torch.device("cuda"))
     monkeypatch.setattr(LocalIteration, "_attack_peak", lambda self, plan: {0: 70, 4: 30, 2: 20}[plan.attack] * MIB)
