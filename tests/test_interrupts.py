@@ -52,6 +52,21 @@ def test_a_signal_waits_for_the_end_of_the_outer_block() -> None:
     let_signals_through()  # nothing is left
 
 
+def test_of_two_signals_the_first_is_heard_first_and_none_is_left_for_later(handlers: list[int]) -> None:
+    def work(*numbers: int) -> None:
+        with signals_wait():
+            for number in numbers:
+                os.kill(os.getpid(), number)
+
+    with pytest.raises(KeyboardInterrupt):
+        work(signal.SIGINT, signal.SIGTERM)
+    let_signals_through()
+    assert handlers == [], "the interrupt ended what the other one was for"
+    with pytest.raises(KeyboardInterrupt):
+        work(signal.SIGTERM, signal.SIGINT)
+    assert handlers == [signal.SIGTERM]
+
+
 def test_a_signal_comes_where_it_is_let_through() -> None:
     reached = []
 

@@ -71,7 +71,11 @@ def _made_patient() -> Iterator[tuple[int, _Patient]]:
 
 
 def let_signals_through() -> None:
-    """Heed the signals that are waiting, if any: to be called between operations, where an exception may come."""
+    """Heed the signals that are waiting, if any: to be called between operations, where an exception may come.
+
+    The first that came is the first to be heard. Where its handler ends what is going on, the others are over with it.
+    """
     if _waiting.signals and threading.current_thread() is threading.main_thread():
-        number, handler = _waiting.signals.popitem()
-        handler(number, None)
+        came, _waiting.signals = _waiting.signals, {}
+        for number, handler in came.items():
+            handler(number, None)

@@ -117,5 +117,7 @@ def test_modules_can_be_cut_by_what_they_take():
     assert measured["total_flops"] == paper["total_flops"]
     assert all(module["memory_bytes"] <= 1_600_000 for module in measured["modules"])
     assert [m["layers"] for m in measured["modules"]] != [m["layers"] for m in paper["modules"]]
+    vgg16 = document("vgg16", "--budget", "60MB", "--memory-model", "measured")
+    assert len(vgg16["modules"]) == 4, "docs/how-to/memory.md says so"
     assert isinstance(call(*small, "--memory-model", "mine").exception, ConfigError)
     assert isinstance(call(*small, "--memory-model", "measured", "--optimizer", "adam").exception, ConfigError)

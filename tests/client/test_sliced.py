@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
@@ -28,6 +29,19 @@ HYPER = LocalTraining(3, 7, learning_rate=0.1, momentum=0.9, weight_decay=0.01, 
 TASK = Train(round=1, client=2, seed=3, training=HYPER)
 FUSED, ATOMS = (MemoryPlan(step=step, sliced=True) for step in (Step.FUSED, Step.ATOMS))
 FEATURES = ThreatModel("l2", 1.0, 0.25, 3, (0.0, float("inf")))
+
+
+class Named(nn.Module):
+    """Layers that are called with all arguments by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.linear = nn.Conv2d(16, 16, 3), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.convolution.weight, self.convolution.bias
+        x = F.conv2d(input=x, weight=weight, bias=bias, padding=1).flatten(1)
+        return F.linear(input=x, weight=self.linear.weight, bias=self.linear.bias).unflatten(1, (16, 2, 2))
 
 
 class Twice(nn.Module):
@@ -80,6 +94,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Sequential], set[str]]] = {
         lambda: _network(nn.Sequential(nn.Flatten(1, 2), nn.Linear(2, 300, bias=False), nn.Linear(300, 2, bias=False))),
         {"1.1.weight"},  # 7 · 32 · 2 numbers are fewer than 600, 7 · 32 · 300 are more
     ),
+    "arguments by name": (lambda: _network(Named()), {"1.convolution.weight", "1.linear.weight"}),
     "a weight used twice": (lambda: _network(Twice()), set()),
     "a weight used elsewhere": (lambda: _network(Penalised()), set()),
     "groups": (lambda: _network(_block(groups=2)), set()),

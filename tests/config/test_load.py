@@ -255,7 +255,7 @@ def test_all_errors_are_listed_one_a_line(tmp_path: Path) -> None:
         (["measure.clients=21"], "measure.clients: given 21", "population.clients = 20"),
         (["rounds=9", "train.warmup=9"], "train.warmup: given 9", "rounds = 9"),
         (["rounds=9", "train.warmup=4", "convergence.gate=5"], "convergence.gate: given 5", "train.warmup = 5"),
-        (["rounds=9", "train.warmup=4", "attack.ramp=6"], "attack.ramp: given 6", "train.warmup = 5"),
+        (["rounds=9", "train.warmup=4", "attack.ramp=5"], "attack.ramp: given 5", "train.warmup = 5"),
         (["perturbation.floor=0.8"], "perturbation.floor: given 0.8", "perturbation.start = 0.7"),
         (["population.cohort=4", "aggregate.minimum=5"], "aggregate.minimum: given 5", "population.cohort = 4"),
         (["population.clients=5", "aggregate.sizes=[3, 4]"], "aggregate.sizes: given [3, 4]", "population.clients = 5"),

@@ -402,9 +402,11 @@ def test_a_baseline_evaluates_before_the_gate_too_since_any_round_may_be_its_bes
 
 
 def test_the_attack_on_images_may_grow_and_that_on_features_is_what_it_is(tiny, play_in_memory, scripted, played):
-    """The first stage warms up for a round; then its radius grows in three. Nothing else depends on it."""
+    """The first stage warms up for a round; then its radius grows in three, and no score counts before that."""
     growing = play_in_memory(tiny({**SETTINGS, "attack.ramp": 3}), scripted(ACCURACIES), rounds=7)
     radius = played.records[0]["epsilon"]
+    first, usual = (next(each["round"] for each in run.records if "score" in each) for run in (growing, played))
+    assert (first, usual) == (5, 3)
     rounds = [record["epsilon"] for record in growing.records if record["module"] == 1]
     assert rounds[:4] == pytest.approx([radius, radius / 3, 2 * radius / 3, radius])
     later = next(record for record in growing.records if record["module"] == 2)

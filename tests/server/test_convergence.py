@@ -17,6 +17,8 @@ def test_the_attack_on_images_grows_after_the_warm_up() -> None:
     growing = replace(RULE, ramp=50)
     assert [growing.strength(t) for t in (1, 100, 101, 125, 149, 150, 151)] == [0, 0, 0.02, 0.5, 0.98, 1, 1]
     assert [RULE.strength(t) for t in (100, 101)] == [0, 1], "without a ramp it is whole at once"
+    assert [growing.counts(t) for t in (126, 150, 151)] == [False, False, True], "a weaker attack flatters a round"
+    assert [replace(RULE, ramp=10).counts(t) for t in (125, 126)] == [False, True], "the gate opens later"
 
 
 def test_evaluations_are_rare_as_set_and_the_last_round_has_one() -> None:

@@ -121,6 +121,10 @@ LAYERS: Mapping[Any, Callable[..., _Call | None]] = {
 }
 
 
+NAMES = {"input": "x"}
+"""Arguments that are called otherwise here."""
+
+
 class SlicedWeights(TorchFunctionMode):
     """Computes layers by slices of their weights within a `with` block."""
 
@@ -133,7 +137,8 @@ class SlicedWeights(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        call = LAYERS[func](*args, **kwargs) if func in LAYERS else None
+        named = {NAMES.get(name, name): value for name, value in kwargs.items()}
+        call = LAYERS[func](*args, **named) if func in LAYERS else None
         if call is not None and call.sliced:
             result = _Sliced.apply(call.x, call.weight, call.bias, call.layer, self)  # type: ignore[no-untyped-call]
         else:

@@ -175,7 +175,8 @@ class AttackSettings(Section):
     ramp: Rounds = Field(
         default=0,
         description="Rounds after the warm-up in which the radius on images grows to its full size (none in the "
-        "paper). A whole model whose norm layers are shared may stop learning when it meets all of it at once.",
+        "paper); in FedProphet no score counts before that. A whole model whose norm layers are shared may stop "
+        "learning when it meets all of it at once.",
     )
 
     @property
@@ -185,8 +186,8 @@ class AttackSettings(Section):
 
     def conflicts(self, config: Any) -> Iterator[str]:
         left = config.rounds - config.warmup_rounds
-        if config.ramp_rounds > max(left, 0):
-            text = f"at most rounds − train.warmup = {left}, or no round would meet the whole attack"
+        if config.ramp_rounds >= left > 0:
+            text = f"fewer than rounds − train.warmup = {left}, or no round after it would meet the whole attack"
             yield misfit("attack.ramp", self.ramp, text)
 
 

@@ -209,7 +209,7 @@ def stage_rule(config: Config, stage: int = 0) -> StageRule:
         before_gate=evaluate.before_gate or evaluate.every,
         weight=None if convergence.weight == "ratio" else convergence.weight,
         waits_for_alpha=convergence.patience_after == "alpha",
-        ramp=config.ramp_rounds,
+        ramp=0 if stage else config.ramp_rounds,  # later stages attack features
     )
 
 

@@ -33,7 +33,8 @@ WIRE = (
 )
 ENFORCED = (
     "Where memory was enforced, it is also measured: the most bytes that a client's training took at its peak, what "
-    "that client might take, and the largest share of its limit that any client took."
+    "that client might take, and the largest share of its limit that any client took. Counted is what the most "
+    "economical plan needs; a client that has more takes a quicker one, which needs more."
 )
 SEVERAL_SEEDS = "Rows with several seeds show mean ± sample standard deviation; a speed-up is the ratio of mean times."
 FAST_MARK = "†"

@@ -18,10 +18,10 @@ class Best:
 class StageRule:
     """A stage starts with `warmup` rounds of standard training; `gate` rounds later its score begins to count.
 
-    In the `ramp` rounds after the warm-up the attack on images grows. From one evaluation to the next there are `every`
-    rounds, and `before_gate` rounds as long as no score counts. `weight` is that of the adversarial accuracy in the
-    score; None: ratio*. `waits_for_alpha`: patience begins anew when alpha changes, so that a stage is not over before
-    the effect of the change can be seen.
+    In the `ramp` rounds after the warm-up the attack on images grows, and no score counts. From one evaluation to the
+    next there are `every` rounds, and `before_gate` rounds as long as no score counts. `weight` is that of the
+    adversarial accuracy in the score; None: ratio*. `waits_for_alpha`: patience begins anew when alpha changes, so that
+    a stage is not over before the effect of the change can be seen.
     """
 
     rounds: int
@@ -50,7 +50,7 @@ class StageRule:
 
     def counts(self, stage_round: int) -> bool:
         """Whether a round can become the stage's best, end it, or move the perturbation."""
-        return stage_round > self.warmup + self.gate
+        return stage_round > self.warmup + max(self.gate, self.ramp)
 
     def evaluates(self, stage_round: int, failures: int = 0) -> bool:
         """Whether a round is evaluated: every few rounds if there is something new, and always the last of a stage.
