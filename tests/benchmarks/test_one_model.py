@@ -122,7 +122,7 @@ def test_a_signal_to_the_program_alone_ends_its_runs(tmp_path, wait_until):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **pipes, env=places, start_new_session=True) as program:
         wait_until(lambda: len(list(tmp_path.glob("runs/*/run/journal.jsonl"))) == 2)
-        program.send_signal(signal.SIGINT)
+        program.send_signal(signal.SIGTERM)  # SIGINT is ignored by what is started in the background
         said, wrong = program.communicate()
     assert program.returncode == one_model.STOPPED, said + wrong
     assert "stopped: 0 runs in" in said

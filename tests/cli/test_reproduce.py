@@ -190,6 +190,7 @@ def test_missing_data_is_said_before_anything_is_trained(cli: Any) -> None:
 KEPT = Path(__file__).parents[2] / "benchmarks/results/cifar10"
 
 
+@pytest.mark.slow
 def test_kept_results_take_the_place_of_runs_with_the_same_settings(cli: Any) -> None:
     """The three jFAT runs on CIFAR-10: their results are kept, their models are not."""
     asked = ("reproduce", "table2", "--scale", "paper", "--only", "cifar10-balanced", "--from", KEPT, "--no-train")
