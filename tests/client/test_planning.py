@@ -119,6 +119,15 @@ def test_the_server_allows_for_what_is_not_predicted() -> None:
     assert planned.clean_memory <= planned.total_memory
 
 
+def test_all_that_the_server_asks_for_is_predicted_for_one_place(predictions: list[LocalIteration]) -> None:
+    chain, place = _chain(), torch.device("cuda")
+    planned = PlannedCost.of(_cost(chain), chain, HYPER, place)
+    for ask in (lambda: planned.memory(1, 2), lambda: planned.clean_memory, lambda: planned.attack_memory(3, 8)):
+        predictions.clear()
+        assert ask() > 0
+        assert {iteration.place for iteration in predictions} == {place}
+
+
 @pytest.mark.parametrize("batch", [8, 3])
 def test_what_an_evaluation_takes_beside_the_model_is_what_is_measured(batch: int) -> None:
     chain = _chain()

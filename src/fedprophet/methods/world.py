@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from math import prod
 
+import torch
 from torch import Tensor
 
 from fedprophet.cascade.atoms import Chain
@@ -39,7 +40,8 @@ class World:
     `family` are the models that clients may train where a method lets them, from the smallest to the run's own model.
     `sizes` are those of the clients' shards, where the server knows them. `initial_layers` are the clients' own layers
     before any training. `budget` is R_min, in bytes. `needs` is what training costs clients, which have their memory
-    for it: `cost` or, where memory is limited, that of plans.
+    for it: `cost` or, where memory is limited, that of plans. `place` is the device that it is predicted for, if
+    that is not where the chain is.
     """
 
     config: Config
@@ -53,6 +55,7 @@ class World:
     sizes: Sizes = no_sizes
     initial_layers: Parameters = field(default_factory=dict)
     budget: int = 0
+    place: torch.device | None = None
 
     @cached_property
     def clients(self) -> ClientSampler:
@@ -126,7 +129,7 @@ class World:
 
     def needed(self, cost: ChainCost, chain: Chain) -> ChainCost:
         """Return what training a chain costs clients."""
-        return needed(self.config, cost, chain)
+        return needed(self.config, cost, chain, self.place)
 
     def limit(self, resources: Resources) -> int:
         """Return the bytes that a client may train in: what it has available; 0 is no limit.
@@ -184,11 +187,11 @@ class World:
         return {name: tensors[name].detach().clone() for name in self.chain.shared()}
 
 
-def needed(config: Config, cost: ChainCost, chain: Chain) -> ChainCost:
+def needed(config: Config, cost: ChainCost, chain: Chain, place: torch.device | None = None) -> ChainCost:
     """Return a chain's cost; where memory is limited, its memory is that of the most economical plan."""
     if not config.memory.enforce or isinstance(cost, PlannedCost):
         return cost
-    return PlannedCost.of(cost, chain, local_training(config, stage_round=1))
+    return PlannedCost.of(cost, chain, local_training(config, stage_round=1), place)
 
 
 def named(parameters: Parameters, names: Iterable[str]) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from fedprophet.client.planning import PlannedCost
 from fedprophet.client.workspace import Workspace
 from fedprophet.config.config import Config
 from fedprophet.data.dataset import Dataset
-from fedprophet.engines import EngineParts, chosen_engine, cores, make_engine, threads_of
+from fedprophet.engines import EngineParts, chosen_engine, cores, make_engine, place_of, threads_of
 from fedprophet.engines.registry import EngineMaker
 from fedprophet.errors import ConfigError, FedProphetError, ModelError, memory_for
 from fedprophet.fleet.device import load_pool
@@ -125,11 +125,12 @@ def assemble(
 def _world(config: Config, dataset: Dataset, side: "ClientSide", recorded: RecordedModules | None) -> World:
     """Return the server's side of a run."""
     own = side.workspaces[BACKBONE]
+    place = place_of(config)  # the engine brings the chain there later, and what is predicted is remembered
     cost = _cost(config, own.chain, dataset)
     if config.memory.model == "measured" and METHODS[config.method].cascade:
         measured = PlannedCost if config.memory.enforce else MeasuredCost
-        cost = measured.of(cost, own.chain, local_training(config, stage_round=1))
-    needs = needed(config, cost, own.chain)
+        cost = measured.of(cost, own.chain, local_training(config, stage_round=1), place)
+    needs = needed(config, cost, own.chain, place)
     budget = parse_budget(config.memory.budget, cost.total_memory)
     modules = recorded.of(cost) if recorded else _cut(config, cost, needs, budget)
     family = {
@@ -147,6 +148,7 @@ def _world(config: Config, dataset: Dataset, side: "ClientSide", recorded: Recor
         family,
         initial_layers=own.initial,
         budget=budget,
+        place=place,
     )
 
 
