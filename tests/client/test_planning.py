@@ -63,7 +63,7 @@ def test_another_limit_needs_no_prediction_that_was_made(predictions) -> None:
     assert planned.plan != PLAIN
     predictions.clear()
     assert planner.cheapest(iteration, iteration.least()) == planned
-    assert len(predictions) == 6, "those of `least` alone: two attacks and four steps"
+    assert len(predictions) == 5, "those of `least` alone: four steps, and an attack that takes no more"
 
 
 def test_only_so_many_predictions_are_remembered_the_newest(predictions, monkeypatch) -> None:

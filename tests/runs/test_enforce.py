@@ -197,6 +197,27 @@ def test_evaluation_takes_batches_that_fit_by_prediction(tiny, first_round: Roun
     assert world.evaluation_draws(last) == 64, "those of a run without limits"
 
 
+@pytest.mark.parametrize(
+    ("budget", "batch", "draws", "asked"),
+    [
+        (64_000, 64, 0, [64]),
+        (63_999, 16, 64, [64, 32, 16]),
+        (32_000, 32, 0, [64, 32, 16, 8, 4, 2, 1]),
+        (999, 1, 0, [64, 32, 16, 8, 4, 2, 1]),
+    ],
+    ids=["it fits", "beside the images", "not beside the images", "nothing fits"],
+)
+def test_every_batch_is_predicted_once_and_none_without_need(
+    budget: int, batch: int, draws: int, asked: list[int], first_round: Round, monkeypatch
+) -> None:
+    """An attack takes 1000 bytes a sample. 64 images of 8 × 8 numbers, and where their attacks start, are 32,768."""
+    made: list[int] = []
+    monkeypatch.setattr(PlannedCost, "attack_memory", lambda self, last, size: made.append(size) or 1000 * size)
+    world = replace(first_round[0].world, budget=budget)
+    assert (world.evaluation_batch(8), world.evaluation_draws(8)) == (batch, draws)
+    assert made == asked
+
+
 @pytest.mark.slow
 def test_only_what_is_in_training_is_in_memory(tiny) -> None:
     """The model, frozen modules and features are mappings of files; a forked worker has its own."""

@@ -165,21 +165,25 @@ class World:
         images and for where their attacks start.
         """
         whole = self._counted_batch(last)
-        images = 2 * whole * 4 * prod(self.cost.input[1:])
         batch = self._halved(last, whole, self.budget)
-        smaller = self._halved(last, whole, self.budget - images)
         if batch is None or batch == whole:
             return batch or 1, 0
+        images = 2 * whole * 4 * prod(self.cost.input[1:])
+        smaller = self._halved(last, batch, self.budget - images)
         return (batch, 0) if smaller is None else (smaller, whole)
 
     def _halved(self, last: int, batch: int, budget: int) -> int | None:
         """Return the batch, or so large a part of it that an attack is predicted to fit; None if none does."""
-        needs = self.needs
-        assert isinstance(needs, PlannedCost)
         sizes = [batch]
         while sizes[-1] > 1:
             sizes.append(sizes[-1] // 2)
-        return next((size for size in sizes if needs.attack_memory(last, size) <= budget), None)
+        return next((size for size in sizes if self._attack_memory(last, size) <= budget), None)
+
+    @cached_property
+    def _attack_memory(self) -> Callable[[int, int], int]:
+        """What plans say that attacking the first atoms on a batch takes, each prediction made once."""
+        assert isinstance(self.needs, PlannedCost)
+        return cache(self.needs.attack_memory)
 
     def initial_model(self) -> Parameters:
         """Return the shared parameters that the run starts from."""
