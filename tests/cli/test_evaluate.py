@@ -261,7 +261,7 @@ def deployed(run, tmp_path):
     (path / "flower.json").write_text('{"run": "ab", "deployed": true}')
     shutil.rmtree(path / "clients")
     known = replace(simulated.contents, clients={}, flower=(path / "flower.json").read_text())
-    checkpoints_of(simulated.files, simulated.session).save(simulated.state, ROUNDS, known)
+    checkpoints_of(simulated.files, simulated.session.config).save(simulated.state, ROUNDS, known)
     return path
 
 

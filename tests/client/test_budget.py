@@ -212,6 +212,21 @@ class _Gpu:
         return Trial(OUT if attack > left else attack * MIB, OUT if step > left else peak * MIB, limit)
 
 
+@pytest.mark.parametrize(
+    ("whole", "sliced", "least", "attacks"), [(30, 20, 40, 1), (40, 20, 40, 1), (50, 30, 40, 2), (60, 50, 50, 2)]
+)
+def test_the_least_needs_no_attack_beside_one_that_takes_no_more_than_the_step(
+    whole: int, sliced: int, least: int, attacks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The most economical step takes 40 bytes, an attack so many as a whole and by slices of weights."""
+    asked: list[MemoryPlan] = []
+    peaks = {False: whole, True: sliced}
+    monkeypatch.setattr(LocalIteration, "_attack_peak", lambda _, plan: asked.append(plan) or peaks[plan.attack_sliced])
+    monkeypatch.setattr(LocalIteration, "_step_peak", lambda _, plan: 40 if plan.step == Step.PIECES else 70)
+    assert _iteration().least() == least
+    assert asked == [MemoryPlan(attack=2), MemoryPlan(attack=2, attack_sliced=True)][:attacks]
+
+
 def test_on_a_gpu_the_limit_is_lowered_until_a_plan_fits_and_other_plans_come_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -63,7 +63,7 @@ def test_another_limit_needs_no_prediction_that_was_made(predictions) -> None:
     assert planned.plan != PLAIN
     predictions.clear()
     assert planner.cheapest(iteration, iteration.least()) == planned
-    assert len(predictions) == 6, "those of `least` alone: two attacks and four steps"
+    assert len(predictions) == 5, "those of `least` alone: four steps, and an attack that takes no more"
 
 
 def test_only_so_many_predictions_are_remembered_the_newest(predictions, monkeypatch) -> None:
@@ -117,6 +117,15 @@ def test_the_server_allows_for_what_is_not_predicted() -> None:
     clean = replace(iteration_of(chain, planned, 0, 3, HYPER), threat=None).least()
     assert planned.clean_memory == clean + math.ceil(clean / 100)
     assert planned.clean_memory <= planned.total_memory
+
+
+def test_all_that_the_server_asks_for_is_predicted_for_one_place(predictions: list[LocalIteration]) -> None:
+    chain, place = _chain(), torch.device("cuda")
+    planned = PlannedCost.of(_cost(chain), chain, HYPER, place)
+    for ask in (lambda: planned.memory(1, 2), lambda: planned.clean_memory, lambda: planned.attack_memory(3, 8)):
+        predictions.clear()
+        assert ask() > 0
+        assert {iteration.place for iteration in predictions} == {place}
 
 
 @pytest.mark.parametrize("batch", [8, 3])

@@ -9,7 +9,7 @@ import torch
 from fedprophet.config.choices import engines
 from fedprophet.config.load import parse_config
 from fedprophet.engines import registry
-from fedprophet.engines.registry import ENGINES, EngineParts, chosen_engine, engine, make_engine, threads_of
+from fedprophet.engines.registry import ENGINES, EngineParts, chosen_engine, engine, make_engine, place_of, threads_of
 from fedprophet.threads import ONE_THREAD, torch_threads
 
 
@@ -45,6 +45,7 @@ def test_auto_is_the_gpu_or_all_cores(settings, gpu, threads, chosen, monkeypatc
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     with torch_threads(threads):
         assert chosen_engine(parse_config(settings)) == chosen
+        assert place_of(parse_config(settings)) == (torch.device("cuda") if chosen == "cuda" else None)
 
 
 @pytest.mark.parametrize("obstacle", ["another system", "a daemonic process"])

@@ -44,7 +44,7 @@ class Finished:
         return self.run.files.path
 
     def loaded(self) -> Any:
-        return checkpoints_of(self.run.files, self.run.session).load(self.run.session.method.state).state
+        return checkpoints_of(self.run.files, self.run.session.config).load(self.run.session.method.state).state
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,7 @@ def test_states_with_right_digests(fuzz: Any, finished: Finished, monkeypatch: p
         def read() -> None:
             monkeypatch.setattr(checkpoint, "encode", lambda state: by_hand)
             try:
-                checkpoints_of(finished.run.files, session).save(first, 1)
+                checkpoints_of(finished.run.files, session.config).save(first, 1)
             except (ValueError, TypeError, RecursionError):  # nobody could write this
                 return
             state = reopen(finished.path).state

@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fedprophet.client.budget import iteration_of
+from fedprophet.client.budget import LocalIteration, iteration_of
+from fedprophet.client.memory_plan import MemoryPlan
 from fedprophet.client.planning import LEAST_ALLOWANCE, PlannedCost
 from fedprophet.errors import BudgetError
 from fedprophet.messages.answers import Reported
@@ -196,6 +197,27 @@ def test_evaluation_takes_batches_that_fit_by_prediction(tiny, first_round: Roun
     assert world.evaluation_draws(last) == 64, "those of a run without limits"
 
 
+@pytest.mark.parametrize(
+    ("budget", "batch", "draws", "asked"),
+    [
+        (64_000, 64, 0, [64]),
+        (63_999, 16, 64, [64, 32, 16]),
+        (32_000, 32, 0, [64, 32, 16, 8, 4, 2, 1]),
+        (999, 1, 0, [64, 32, 16, 8, 4, 2, 1]),
+    ],
+    ids=["it fits", "beside the images", "not beside the images", "nothing fits"],
+)
+def test_every_batch_is_predicted_once_and_none_without_need(
+    budget: int, batch: int, draws: int, asked: list[int], first_round: Round, monkeypatch
+) -> None:
+    """An attack takes 1000 bytes a sample. 64 images of 8 × 8 numbers, and where their attacks start, are 32,768."""
+    made: list[int] = []
+    monkeypatch.setattr(PlannedCost, "attack_memory", lambda self, last, size: made.append(size) or 1000 * size)
+    world = replace(first_round[0].world, budget=budget)
+    assert (world.evaluation_batch(8), world.evaluation_draws(8)) == (batch, draws)
+    assert made == asked
+
+
 @pytest.mark.slow
 def test_only_what_is_in_training_is_in_memory(tiny) -> None:
     """The model, frozen modules and features are mappings of files; a forked worker has its own."""
@@ -226,6 +248,23 @@ def test_a_module_that_fits_no_plan_is_cut_further_and_only_where_memory_is_enfo
     assert all(needs.memory(*span) <= session.budget for span in _spans(session))
     assert [row["layers"] for row in module_rows(session)["modules"][1:3]] == [["Conv 4"], ["Conv 5"]]
     assert session.method.initial().heads.keys() > paper.method.initial().heads.keys()
+
+
+@pytest.mark.parametrize("model", ["paper", pytest.param("measured", marks=pytest.mark.slow)])
+def test_memory_is_predicted_for_the_device_that_clients_train_on(model, tiny, monkeypatch) -> None:
+    """Before the engine brings the chain there. On a GPU no plan is by slices of weights; on a CPU these take least."""
+    plans: dict[str, list[MemoryPlan]] = {"cuda": [], "plain": []}
+    peak, worlds = LocalIteration._step_peak, []
+    for engine, made in plans.items():
+        monkeypatch.setattr(LocalIteration, "_step_peak", lambda *call, made=made: made.append(call[1]) or peak(*call))
+        wide = {"model.options": {"width": 16}, "memory.budget": "150%", "memory.model": model}
+        worlds.append(assemble(tiny({**LIMITED, **wide, "engine": engine}), engine=lambda parts: None).world)
+        worlds[-1].needs.memory(6, 8)
+    assert [any(plan.sliced for plan in made) for made in plans.values()] == [False, True]
+    gpu, cpu = worlds
+    there = iteration_of(gpu.chain, gpu.cost, 6, 8, gpu.local_training(1), torch.device("cuda")).least()
+    assert cpu.needs.memory(6, 8) < there < gpu.needs.memory(6, 8) <= there * 1.01 + LEAST_ALLOWANCE
+    assert [world.needed(world.cost, world.chain).place for world in worlds] == [torch.device("cuda"), None]
 
 
 @pytest.mark.slow

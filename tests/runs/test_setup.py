@@ -60,7 +60,9 @@ def test_a_run_that_goes_back_forgets_the_machines_of_later_rounds(stopped, mach
     assert [each["processor"] for each in read(stopped)["machines"][1:]] == ["another"]
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"machines": 3}', '{"machines": [5, {"round": "x"}]}'])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"machines": 3}', '{"machines": [5, {"round": "x"}]}', '{"modules": [3]}']
+)
 def test_a_damaged_one_is_written_anew_and_no_result_depends_on_it(stopped, contents, undisturbed, text):
     (stopped / "setup.json").write_text(text)
     play(reopen(stopped))

@@ -43,7 +43,7 @@ def partition(cost: ChainCost, budget: int) -> tuple[Module, ...]:
             f"needs {need} bytes ({format_size(need)}) for a batch of {cost.batch} and cannot be cut further. "
             f"The smallest budget that works is {min(need, cost.total_memory)} bytes; a smaller batch lowers it"
         )
-    return _modules(cost, _spans(cost, budget, 0, len(cost.atoms)))
+    return modules_of(cost, _spans(cost, budget, 0, len(cost.atoms)))
 
 
 def cut_further(modules: Sequence[Module], cost: ChainCost, needs: ChainCost, budget: int) -> tuple[Module, ...]:
@@ -58,7 +58,7 @@ def cut_further(modules: Sequence[Module], cost: ChainCost, needs: ChainCost, bu
         fits = last - first == 1 or needs.memory(first, last) <= budget
         return [(first, last)] if fits else _spans(needs, budget, first, last)
 
-    return _modules(cost, [span for module in modules for span in spans(module)])
+    return modules_of(cost, [span for module in modules for span in spans(module)])
 
 
 def _spans(cost: ChainCost, budget: int, first: int, last: int) -> list[tuple[int, int]]:
@@ -70,7 +70,8 @@ def _spans(cost: ChainCost, budget: int, first: int, last: int) -> list[tuple[in
     return list(pairwise([*starts, last]))
 
 
-def _modules(cost: ChainCost, spans: Iterable[tuple[int, int]]) -> tuple[Module, ...]:
+def modules_of(cost: ChainCost, spans: Iterable[tuple[int, int]]) -> tuple[Module, ...]:
+    """Return the modules that begin and end where the spans of atoms do."""
     return tuple(_module(cost, index, first, last) for index, (first, last) in enumerate(spans))
 
 

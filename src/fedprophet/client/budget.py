@@ -130,11 +130,16 @@ class LocalIteration:
 
     def least(self, rounded: bool = False) -> int:
         """Return the bytes that the most economical plan is predicted to take, of those that are exact or of all."""
-        attacks = {plan.attack_sliced: plan for plan in self._attacks()}  # the last of either kind
         *_, pieces = self._steps()
         steps = [replace(pieces, rounded=False), *(plan for plan in self._steps() if plan.sliced)]
         steps += [MemoryPlan(step=Step.FUSED), *([replace(pieces, rounded=True)] if rounded else [])]
-        return max(min(map(self._attack_peak, attacks.values())), min(map(self._step_peak, steps)))
+        step = min(map(self._step_peak, steps))
+        attacks = {plan.attack_sliced: plan for plan in self._attacks()}  # the last of either kind
+        attack = sys.maxsize
+        for plan in attacks.values():
+            if attack > step:  # one that takes no more than the step does not count, whatever another takes
+                attack = min(attack, self._attack_peak(plan))
+        return max(attack, step)
 
     def predicted(self, plan: MemoryPlan) -> int:
         """Return the bytes that an iteration by a plan is predicted to take; nothing is allocated."""

@@ -105,13 +105,13 @@ class PlannedCost(MeasuredCost):
     @cached_property
     def clean_memory(self) -> int:
         """The bytes that a client needs to train the whole model without an attack."""
-        whole = iteration_of(self.chain, self, 0, len(self.chain), self.training)
+        whole = iteration_of(self.chain, self, 0, len(self.chain), self.training, self.place)
         return _allowing(replace(whole, threat=None).least())
 
     def attack_memory(self, last: int, batch: int) -> int:
         """Return the bytes that attacking a batch of images takes in atoms 0 … `last` − 1, beside their tensors."""
         still = replace(self.training, batch=batch, momentum=0.0, proximal=0.0)
-        return _Attack(**_fields(iteration_of(self.chain, self, 0, last, still))).activations
+        return _Attack(**_fields(iteration_of(self.chain, self, 0, last, still, self.place))).activations
 
 
 @dataclass(frozen=True)

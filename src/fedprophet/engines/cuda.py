@@ -19,7 +19,7 @@ ACTIVATIONS_SHARE, RESIDENT_SHARE, PLANS_SHARE = 0.25, 0.25, 0.25
 PRECISIONS = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-@engine("cuda", "groups of clients at once on an NVIDIA GPU", settings=("precision",))
+@engine("cuda", "groups of clients at once on an NVIDIA GPU", settings=("precision",), place="cuda")
 def make_cuda(parts: EngineParts) -> StackedEngine:
     """Make the engine on the first GPU. The plain path, for what cannot be fused, runs there as well."""
     if parts.config.memory.enforce:

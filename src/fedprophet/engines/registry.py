@@ -45,13 +45,15 @@ M = TypeVar("M", bound=EngineMaker)
 class EngineEntry:
     """An engine. If it is `single_threaded`, clients run side by side with one thread each.
 
-    `settings` are the keys of the configuration that only this engine reads.
+    `settings` are the keys of the configuration that only this engine reads. `place` is the kind of device that clients
+    train on, if that is not the CPU.
     """
 
     help: str
     make: EngineMaker
     single_threaded: bool = False
     settings: tuple[str, ...] = ()
+    place: str | None = None
 
     @property
     def line(self) -> str:
@@ -62,11 +64,13 @@ class EngineEntry:
 ENGINES: dict[str, EngineEntry] = {}
 
 
-def engine(name: str, help: str, *, single_threaded: bool = False, settings: tuple[str, ...] = ()) -> Callable[[M], M]:
+def engine(
+    name: str, help: str, *, single_threaded: bool = False, settings: tuple[str, ...] = (), place: str | None = None
+) -> Callable[[M], M]:
     """Register a function that makes an engine. Packages above this one register theirs in the same way."""
 
     def register(make: M) -> M:
-        ENGINES[name] = EngineEntry(help, make, single_threaded, settings)
+        ENGINES[name] = EngineEntry(help, make, single_threaded, settings, place)
         return make
 
     return register
@@ -89,6 +93,12 @@ def chosen_engine(config: Config) -> str:
     if torch.cuda.is_available():
         return "cuda"
     return "workers" if cores(config) > 1 and can_fork() else "plain"
+
+
+def place_of(config: Config) -> torch.device | None:
+    """Return the device that clients train on, for which their memory is predicted; None is the CPU."""
+    place = ENGINES[chosen_engine(config)].place
+    return None if place is None else torch.device(place)
 
 
 def threads_of(config: Config) -> AbstractContextManager[None]:

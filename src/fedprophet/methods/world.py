@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from math import prod
 
+import torch
 from torch import Tensor
 
 from fedprophet.cascade.atoms import Chain
@@ -39,7 +40,8 @@ class World:
     `family` are the models that clients may train where a method lets them, from the smallest to the run's own model.
     `sizes` are those of the clients' shards, where the server knows them. `initial_layers` are the clients' own layers
     before any training. `budget` is R_min, in bytes. `needs` is what training costs clients, which have their memory
-    for it: `cost` or, where memory is limited, that of plans.
+    for it: `cost` or, where memory is limited, that of plans. `place` is the device that it is predicted for, if
+    that is not where the chain is.
     """
 
     config: Config
@@ -53,6 +55,7 @@ class World:
     sizes: Sizes = no_sizes
     initial_layers: Parameters = field(default_factory=dict)
     budget: int = 0
+    place: torch.device | None = None
 
     @cached_property
     def clients(self) -> ClientSampler:
@@ -126,7 +129,7 @@ class World:
 
     def needed(self, cost: ChainCost, chain: Chain) -> ChainCost:
         """Return what training a chain costs clients."""
-        return needed(self.config, cost, chain)
+        return needed(self.config, cost, chain, self.place)
 
     def limit(self, resources: Resources) -> int:
         """Return the bytes that a client may train in: what it has available; 0 is no limit.
@@ -162,21 +165,25 @@ class World:
         images and for where their attacks start.
         """
         whole = self._counted_batch(last)
-        images = 2 * whole * 4 * prod(self.cost.input[1:])
         batch = self._halved(last, whole, self.budget)
-        smaller = self._halved(last, whole, self.budget - images)
         if batch is None or batch == whole:
             return batch or 1, 0
+        images = 2 * whole * 4 * prod(self.cost.input[1:])
+        smaller = self._halved(last, batch, self.budget - images)
         return (batch, 0) if smaller is None else (smaller, whole)
 
     def _halved(self, last: int, batch: int, budget: int) -> int | None:
         """Return the batch, or so large a part of it that an attack is predicted to fit; None if none does."""
-        needs = self.needs
-        assert isinstance(needs, PlannedCost)
         sizes = [batch]
         while sizes[-1] > 1:
             sizes.append(sizes[-1] // 2)
-        return next((size for size in sizes if needs.attack_memory(last, size) <= budget), None)
+        return next((size for size in sizes if self._attack_memory(last, size) <= budget), None)
+
+    @cached_property
+    def _attack_memory(self) -> Callable[[int, int], int]:
+        """What plans say that attacking the first atoms on a batch takes, each prediction made once."""
+        assert isinstance(self.needs, PlannedCost)
+        return cache(self.needs.attack_memory)
 
     def initial_model(self) -> Parameters:
         """Return the shared parameters that the run starts from."""
@@ -184,11 +191,11 @@ class World:
         return {name: tensors[name].detach().clone() for name in self.chain.shared()}
 
 
-def needed(config: Config, cost: ChainCost, chain: Chain) -> ChainCost:
+def needed(config: Config, cost: ChainCost, chain: Chain, place: torch.device | None = None) -> ChainCost:
     """Return a chain's cost; where memory is limited, its memory is that of the most economical plan."""
     if not config.memory.enforce or isinstance(cost, PlannedCost):
         return cost
-    return PlannedCost.of(cost, chain, local_training(config, stage_round=1))
+    return PlannedCost.of(cost, chain, local_training(config, stage_round=1), place)
 
 
 def named(parameters: Parameters, names: Iterable[str]) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ class RunFiles:
         self.inputs = path / "inputs.json"
         """Fingerprints of the data and the model that the run was started with."""
         self.setup = path / "setup.json"
-        """What the run consists of, and the machines it was played on; no result depends on it."""
+        """What the run consists of, and the machines it was played on; a run goes on with the modules that it names."""
         self.journal = path / "journal.jsonl"
         """One JSON line for each round; the same configuration gives the same bytes."""
         self.timings = path / "timings.jsonl"

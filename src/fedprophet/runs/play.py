@@ -134,7 +134,7 @@ class _Keeper:
 
     def __init__(self, run: Run, inputs: Mapping[str, str]) -> None:
         self._files, self._inputs = run.files, inputs
-        self._layers, self._checkpoints = run.session.layers, checkpoints_of(run.files, run.session)
+        self._layers, self._checkpoints = run.session.layers, checkpoints_of(run.files, run.session.config)
         self._saved = run.state.round
         # First: a checkpoint without its journal could not be resumed, a journal that is too long can.
         self._checkpoints.drop_after(self._saved)

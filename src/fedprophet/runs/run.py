@@ -19,6 +19,7 @@ from fedprophet.methods.base import MethodState
 from fedprophet.runs.checkpoint import Checkpoints
 from fedprophet.runs.files import RunFiles, is_finished, model_fits, resume_hint
 from fedprophet.runs.folder import FolderContents, check_folder
+from fedprophet.runs.recorded import recorded_modules
 from fedprophet.runs.session import OwnModel, Session, assemble
 from fedprophet.settings.values import CUSTOM
 from fedprophet.storage.files import is_deployed, write_atomic
@@ -50,9 +51,9 @@ class Run:
     """What its folder held when the state was saved; None before the first checkpoint, and in old ones."""
 
 
-def checkpoints_of(files: RunFiles, session: Session) -> Checkpoints:
+def checkpoints_of(files: RunFiles, config: Config) -> Checkpoints:
     """Return the checkpoints in a run's folder."""
-    return Checkpoints(files.checkpoints, session.config, keep=session.config.checkpoint.keep)
+    return Checkpoints(files.checkpoints, config, keep=config.checkpoint.keep)
 
 
 def start(
@@ -172,8 +173,10 @@ def _opened(
     to_read: bool = False,
 ) -> Run:
     files = RunFiles(path)
-    session = assemble(load_config(files.config), files.clients, model, dataset, engine)
-    checkpoints = checkpoints_of(files, session)
+    config = load_config(files.config)
+    checkpoints = checkpoints_of(files, config)
+    recorded = recorded_modules(files) if checkpoints.present() else None
+    session = assemble(config, files.clients, model, dataset, engine, recorded)
     if not checkpoints.present() and not round:
         session.layers.expect({})
         return Run(files, session, session.method.initial(), (*session.notes, *_without_checkpoints(files)))

@@ -14,7 +14,7 @@ from fedprophet import data, models
 from fedprophet.cascade.atoms import Chain, chain_of
 from fedprophet.cascade.cost import ChainCost, cost_of
 from fedprophet.cascade.norms import share_norm_layers
-from fedprophet.cascade.partition import cut_further, partition
+from fedprophet.cascade.partition import Module, cut_further, partition
 from fedprophet.client.budget import MeasuredCost
 from fedprophet.client.features import FeatureCache
 from fedprophet.client.layer_store import ClientStore
@@ -22,7 +22,7 @@ from fedprophet.client.planning import PlannedCost
 from fedprophet.client.workspace import Workspace
 from fedprophet.config.config import Config
 from fedprophet.data.dataset import Dataset
-from fedprophet.engines import EngineParts, chosen_engine, cores, make_engine, threads_of
+from fedprophet.engines import EngineParts, chosen_engine, cores, make_engine, place_of, threads_of
 from fedprophet.engines.registry import EngineMaker
 from fedprophet.errors import ConfigError, FedProphetError, ModelError, memory_for
 from fedprophet.fleet.device import load_pool
@@ -36,6 +36,7 @@ from fedprophet.methods.world import Architecture, World, local_training, needed
 from fedprophet.models.normalize import Normalize
 from fedprophet.models.weights import load_weights
 from fedprophet.randomness import global_rng
+from fedprophet.runs.recorded import RecordedModules
 from fedprophet.server.coordinator import Engine, RemoteEngine
 from fedprophet.settings.values import CUSTOM
 from fedprophet.sizes import parse_budget
@@ -84,11 +85,12 @@ def assemble(
     model: OwnModel = None,
     dataset: Dataset | None = None,
     engine: EngineMaker = make_engine,
+    recorded: RecordedModules | None = None,
 ) -> Session:
     """Build a session; `clients` is the folder where the clients' own layers are kept (None: in memory).
 
     `model` and `dataset` replace those that the configuration names. `engine` makes the run's engine; if Flower has
-    started the run, that one uses Flower's connections.
+    started the run, that one uses Flower's connections. `recorded` are the modules of a run that was begun before.
     """
     # Resolved here: within the block torch may have another number of threads.
     resolved = config.model_copy(update={"threads": cores(config)})
@@ -98,7 +100,7 @@ def assemble(
         # Where memory is limited, features are in files from the beginning, and none has to leave memory for the disk.
         features = FeatureCache(CACHE_DISK, 0) if config.memory.enforce else FeatureCache(CACHE_MEMORY, CACHE_DISK)
         side = assemble_client(config, dataset, features, layers, model)
-        world = _world(config, dataset, side)
+        world = _world(config, dataset, side, recorded)
         made = engine(EngineParts(side.population, side.workspaces, world.budget, resolved, dataset, layers))
         if not isinstance(made, RemoteEngine) or not made.remote:
             world = replace(world, sizes=side.population.samples)
@@ -120,19 +122,17 @@ def assemble(
         )
 
 
-def _world(config: Config, dataset: Dataset, side: "ClientSide") -> World:
+def _world(config: Config, dataset: Dataset, side: "ClientSide", recorded: RecordedModules | None) -> World:
     """Return the server's side of a run."""
     own = side.workspaces[BACKBONE]
+    place = place_of(config)  # the engine brings the chain there later, and what is predicted is remembered
     cost = _cost(config, own.chain, dataset)
     if config.memory.model == "measured" and METHODS[config.method].cascade:
         measured = PlannedCost if config.memory.enforce else MeasuredCost
-        cost = measured.of(cost, own.chain, local_training(config, stage_round=1))
-    needs = needed(config, cost, own.chain)
+        cost = measured.of(cost, own.chain, local_training(config, stage_round=1), place)
+    needs = needed(config, cost, own.chain, place)
     budget = parse_budget(config.memory.budget, cost.total_memory)
-    with _about(f"memory.budget = {config.memory.budget}"):
-        modules = partition(cost, budget if METHODS[config.method].cascade else cost.total_memory)
-    if config.memory.enforce and METHODS[config.method].cascade:
-        modules = cut_further(modules, cost, needs, budget)
+    modules = recorded.of(cost) if recorded else _cut(config, cost, needs, budget)
     family = {
         name: Architecture(chain, cost if chain is own.chain else _cost(config, chain, dataset))
         for name, chain in side.family.items()
@@ -148,7 +148,16 @@ def _world(config: Config, dataset: Dataset, side: "ClientSide") -> World:
         family,
         initial_layers=own.initial,
         budget=budget,
+        place=place,
     )
+
+
+def _cut(config: Config, cost: ChainCost, needs: ChainCost, budget: int) -> tuple[Module, ...]:
+    """Return the modules of a new run: methods without a cascade have one."""
+    cascade = METHODS[config.method].cascade
+    with _about(f"memory.budget = {config.memory.budget}"):
+        modules = partition(cost, budget if cascade else cost.total_memory)
+    return cut_further(modules, cost, needs, budget) if config.memory.enforce and cascade else modules
 
 
 class ClientSide(NamedTuple):

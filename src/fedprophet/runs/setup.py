@@ -1,6 +1,7 @@
-"""What a run was put together of, and the machines it was played on; no result depends on it.
+"""What a run was put together of, and the machines it was played on.
 
-It is written when a run begins, so that a run in progress can be looked at without its data and its model.
+It is written when a run begins, so that a run in progress can be looked at without its data and its model. A run that
+goes on has the modules that it names (`runs.recorded`).
 """
 
 from collections.abc import Iterator, Mapping
