@@ -40,7 +40,7 @@ Row = dict[str, Any]
 Job = tuple[str, str, int]
 """The method, the choice and the seed of a run, of which there is one row at most."""
 CALIBRATED, SHARED, ATTACKED = "train.calibration=labels", "norm.layers=shared", "norm.refresh=attacked"
-RAMP = "attack.ramp=30%"
+RAMP, LONGER = "attack.ramp=30%", "train.iterations=24"
 CHOICES: dict[str, list[str]] = {
     "local": [],
     "local, statistics refreshed": [ATTACKED],
@@ -60,6 +60,7 @@ CHOICES: dict[str, list[str]] = {
     "shared, calibrated, alpha from 0.7, refreshed": [SHARED, CALIBRATED, "perturbation.start=0.7", ATTACKED],
     "shared, calibrated, alpha from 0.7, growing attack": [SHARED, CALIBRATED, "perturbation.start=0.7", RAMP],
     "shared, calibrated, growing attack": [SHARED, CALIBRATED, RAMP],
+    "shared, calibrated, alpha from 0.7, 24 iterations": [SHARED, CALIBRATED, "perturbation.start=0.7", LONGER],
 }
 """What differs from the paper's settings: norm layers with the clients, plain labels."""
 KINDS = ("personalised", "uncalibrated", "global")
