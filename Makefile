@@ -12,7 +12,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 run: $(READY)  ## train on scikit-learn's digits (under three minutes on two cores)
 	$(BIN)/fedprophet train $(ARGS)
 
-test: $(READY)  ## the quick tests (about four minutes on two cores)
+test: $(READY)  ## the quick tests (about five minutes on two cores)
 	$(PYTEST) -m "not slow" $(ARGS)
 
 test-all: $(READY)  ## every test, the slow ones included
