@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fedprophet.fast.tiles import block_tiles, divisor, row_tiles
+from fedprophet.fast.tiles import block_tiles, divisor, row_tiles, sides
 
 TILES = [
     # samples of two clients, side, inputs, outputs, whether turned; positions, outputs and inputs of a tile
@@ -38,6 +38,22 @@ def test_tiles_fit_what_they_are_cut_from(turned, width):
                 assert inputs % block_k == 0
                 assert positions >= width
                 assert 2 * stages * block_k * (positions + block_n) <= 200 * 1024
+
+
+SIDES = [
+    # positions, height and width; images, lines and places of a line
+    pytest.param(128, 32, 32, (1, 4, 32), id="lines"),
+    pytest.param(128, 4, 4, (8, 4, 4), id="images"),
+    pytest.param(128, 7, 7, (2, 8, 8), id="odd"),
+    pytest.param(128, 1, 1, (128, 1, 1), id="single-positions"),
+    pytest.param(64, 2, 64, (1, 1, 64), id="a-line"),
+    pytest.param(128, 9, 300, (1, 1, 128), id="part-of-a-line"),
+]
+
+
+@pytest.mark.parametrize(("positions", "height", "width", "tile"), SIDES)
+def test_the_sides_of_a_tile(positions, height, width, tile):
+    assert sides(positions, height, width) == tile
 
 
 def test_other_tiles_and_divisors():

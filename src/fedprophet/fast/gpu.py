@@ -29,7 +29,7 @@ from fedprophet.fast.kernels import (
     row_count,
     unbiased,
 )
-from fedprophet.fast.tiles import block_tiles, divisor, row_tiles
+from fedprophet.fast.tiles import block_tiles, divisor, row_tiles, sides
 from fedprophet.precision import exact_products
 
 PARTS = 64
@@ -297,7 +297,7 @@ def _fits(values: Tensor, clients: int, channels: int) -> bool:
 
 
 @cache
-def _has_copy_engine(device: int) -> bool:
+def has_copy_engine(device: int) -> bool:
     """Whether a device has a copy engine that fetches blocks of tensors, and room for those of a pipeline."""
     memory = triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"]
     return torch.cuda.get_device_capability(device)[0] >= 9 and bool(memory >= SHARED)
@@ -306,7 +306,7 @@ def _has_copy_engine(device: int) -> bool:
 def _in_blocks(x: Tensor) -> bool:
     """Whether a convolution can be cut into blocks of lines or of whole images."""
     _, _, _, width, inputs = x.shape
-    return x.dtype == torch.bfloat16 and width <= LARGEST_TILE and inputs % 64 == 0 and _has_copy_engine(x.get_device())
+    return x.dtype == torch.bfloat16 and width <= LARGEST_TILE and inputs % 64 == 0 and has_copy_engine(x.get_device())
 
 
 def _launch(x: Tensor, weight: Tensor, others: tuple[Tensor, ...], flags: tuple[bool, ...], outputs: int) -> None:
@@ -338,10 +338,7 @@ def _launch_blocks(
     turned = flags[-1]
     rows = clients * samples * height * width
     positions, block_n, block_k, warps, stages = block_tiles(rows, height, width, inputs, outputs, turned)
-    # The sides of a tile are powers of two; what lies beyond an image is fetched as zeros.
-    across = triton.next_power_of_2(width)
-    lines = min(triton.next_power_of_2(height), max(1, positions // across))
-    images = max(1, positions // (lines * across))
+    images, lines, across = sides(positions, height, width)
     x_blocks = TensorDescriptor.from_tensor(
         x.view(clients * samples, height, width, inputs), [images, lines, across, block_k]
     )

@@ -34,6 +34,16 @@ def _turned(tiles: int, rows: int, height: int, block_k: int, wide: bool) -> Til
     return (128, 128, 64, 4, 4) if rows < 300_000 or height >= 16 else (128, 128, 64, 8, 3)
 
 
+def sides(positions: int, height: int, width: int) -> tuple[int, int, int]:
+    """Return how many images, lines of an image and places of a line a tile of so many positions has.
+
+    They are powers of two, as `positions` is: a tile may reach beyond an image, and a long line takes several tiles.
+    """
+    across = min(_power_of_two(width), positions)
+    lines = min(_power_of_two(height), positions // across)
+    return positions // (lines * across), lines, across
+
+
 def row_tiles(rows: int, inputs: int, outputs: int, dtype: Any) -> Tiles:
     """Return the tiles of a convolution whose threads compute addresses."""
     if dtype == torch.float32:
@@ -42,6 +52,11 @@ def row_tiles(rows: int, inputs: int, outputs: int, dtype: Any) -> Tiles:
     if rows <= 512:  # few rows for each client: smaller tiles fill the device
         return 64, block_n, block_k, 4, 4
     return (128, block_n, block_k, 8, 3) if block_n >= 64 else (128, block_n, block_k, 4, 4)
+
+
+def _power_of_two(size: int) -> int:
+    """Return the smallest power of two that is not below a size."""
+    return 1 << (size - 1).bit_length()
 
 
 def divisor(size: int, most: int) -> int:
