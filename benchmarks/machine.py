@@ -9,8 +9,15 @@ import torch
 import fedprophet
 from fedprophet.machine import processor
 
-PAPER = ["norm.layers=local", "norm.refresh=none", "train.calibration=none", "perturbation.start=0.5"]
-"""The digits preset with norm layers and labels as in the paper."""
+PAPER = [
+    "norm.layers=local",
+    "norm.refresh=none",
+    "train.calibration=none",
+    "train.iterations=12",
+    "perturbation.start=0.5",
+]
+"""The digits preset with norm layers and labels as in the paper, and all else that the preset had otherwise when the
+first results were measured: these stay what their commands give."""
 
 
 def measured(command: str) -> str:

@@ -212,14 +212,14 @@ class Trial:
         self.labels = torch.arange(batch, device=self.device) % 10
         random = torch.rand(batch, *iteration.input_shape, generator=torch.Generator().manual_seed(1))
         self.inputs = iteration.part.take(random)
-        self.descent = Descent.of(self.part, self.training)
+        self.descent = Descent.of(self.part, self.training, begun=True)  # as where memory is limited
         self._ascend: Ascent = ascent_of(
             self.part, self.threat, self.training.strong_convexity, plan.attack, plan.attack_sliced
         )
 
     @property
     def held(self) -> int:
-        """The bytes that are there before it begins: parameters, norm statistics and the batch."""
+        """The bytes that are there before it begins: parameters, norm statistics, momenta and the batch."""
         return bytes_of([*self._state(), *self.descent.held, self.labels, self.inputs])
 
     def attack(self) -> Tensor:
@@ -239,29 +239,24 @@ class Trial:
         return self._quickest(self.attack, repeat) * share + self._quickest(self.step, repeat)
 
     def update(self) -> Tensor:
-        """Return the change of all parameters by one iteration, as one vector, and undo it.
+        """Return what one iteration moves all parameters along, as one vector, and undo it.
 
-        One is computed and undone before, as a graph is captured after the first step.
+        That is what momenta of zero have become. (The parameters themselves have changed by so little that their last
+        bits count.) One iteration is computed and undone before, as a graph is captured after the first step.
         """
         state = self._state()
         start = [tensor.detach().to("cpu", copy=True) for tensor in state]
-        change = torch.empty(0)
+        moved = torch.empty(0)
         for _ in range(2):
             torch.manual_seed(0)  # dropout draws the same for every plan
             self.step(self.attack())
-            change = torch.cat(
-                [
-                    (now.detach().cpu() - before).double().flatten()
-                    for now, before in zip(state, start, strict=True)
-                    if isinstance(now, torch.nn.Parameter)
-                ]
-            )
+            moved = torch.cat([momentum.detach().cpu().double().flatten() for momentum in self.descent.held])
             with torch.no_grad():
                 for tensor, value in zip(state, start, strict=True):
                     tensor.copy_(value)
                 for momentum in self.descent.held:
                     momentum.zero_()
-        return change
+        return moved
 
     def _state(self) -> list[Tensor]:
         """Return what an iteration changes: the part's parameters and norm statistics."""
@@ -423,7 +418,7 @@ def measured(
     for budget in budgets:
         print(f"{name}, {budget} MB", flush=True)
         modules = list(model.modules(budget * MB))
-        swapped = model.swapped(budget * MB, folder) if folder is not None else None
+        swapped = {**model.swapped(budget * MB, folder), **occasion} if folder is not None else None
         found["budgets"].append({"budget_bytes": budget * MB, "modules": modules, "swapped": swapped, **occasion})
         yield found
 
@@ -433,10 +428,12 @@ def page(document: dict[str, Any]) -> Page:
     machine = document["machine"]
     place = f"{machine['gpu']}, " if document["device"] != "cpu" else ""
     time_ = "processor time" if document["device"] == "cpu" else "wall time"
+    few = f", {TIMED_STEPS['cpu']} steps of the attack before" if document["device"] == "cpu" else ""
     note = (
         f"{place}{machine['processor']}, {machine['cores']} cores, one thread, load {machine['load']}; Python "
         f"{machine['python']}, torch {machine['torch']}. Computation: {time_}; swapping: wall time, O_DIRECT, beside "
-        "other work. Difference: of one iteration's update by the plan from the plain one, by the length of that."
+        "other work. Difference: of one iteration's update by the plan from the plain one, by the length of that"
+        f"{few}."
     )
     return Page("Time against budget", lines=(note,), parts=tuple(parts))
 
@@ -462,7 +459,13 @@ def _model_page(name: str, found: dict[str, Any]) -> Iterator[Page]:
     table = Table("", columns, tuple(_summary(entry) for entry in found["budgets"]))
     yield Page(name, (table,), lines=(line,))
     for entry in found["budgets"]:
-        yield Page(f"{name}, {_mb(entry['budget_bytes'])}", (_modules_table(entry),), lines=(_occasion(entry),))
+        yield Page(f"{name}, {_mb(entry['budget_bytes'])}", (_modules_table(entry),), lines=(_occasions(entry),))
+
+
+def _occasions(entry: dict[str, Any]) -> str:
+    """Say when modules were measured, and when swapping was, if that was at another time."""
+    modules, swapped = _occasion(entry), _occasion({**entry, **(entry["swapped"] or {})})
+    return modules if swapped == modules else f"{modules}; swapping: {swapped}"
 
 
 def _occasion(measured: dict[str, Any]) -> str:
@@ -528,7 +531,7 @@ def main() -> None:
     parser.add_argument("--budgets", nargs="+", type=int, help="in MB, instead of the models' own")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--repeat", type=int, default=2)
-    parser.add_argument("--no-swap", action="store_true", help="leave out the whole model that is swapped")
+    parser.add_argument("--no-swap", action="store_true", help="leave the swapped model as it was measured before")
     parser.add_argument("--out", type=Path, default=RESULTS, help="two files, .json and .md")
     chosen = parser.parse_args()
     device = torch.device(chosen.device)
@@ -551,18 +554,32 @@ def main() -> None:
                 chosen.out.with_suffix(".md").write_text(markdown(page(document)))
 
 
+OCCASION = ("date", "commit", "repeat")
+
+
 def _known(path: Path) -> dict[str, Any]:
-    """Return what was measured before; a budget that does not say when was measured when its model was."""
+    """Return what was measured before; a budget that does not say when was measured when its model was.
+
+    So was what was swapped for it.
+    """
     models = json.loads(path.read_text())["models"] if path.exists() else {}
     for model in models.values():
-        occasion = {key: model[key] for key in ("date", "commit", "repeat")}
-        model["budgets"] = [{**occasion, **entry} for entry in model["budgets"]]
+        model["budgets"] = [{**_when(model), **entry} for entry in model["budgets"]]
+        for entry in model["budgets"]:
+            entry["swapped"] = entry["swapped"] and {**_when(entry), **entry["swapped"]}
     return models
 
 
+def _when(measured: dict[str, Any]) -> dict[str, Any]:
+    return {key: measured[key] for key in OCCASION}
+
+
 def _together(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return what was measured for other budgets before, and now."""
-    entries = {entry["budget_bytes"]: entry for entry in (*before, *now)}
+    """Return what was measured for other budgets before, and now; what is not swapped now, as it was before."""
+    entries = {entry["budget_bytes"]: entry for entry in before}
+    for entry in now:
+        swapped = entry["swapped"] or entries.get(entry["budget_bytes"], {}).get("swapped")
+        entries[entry["budget_bytes"]] = {**entry, "swapped": swapped}
     return [entries[budget] for budget in sorted(entries)]
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fedprophet.cascade import allocator
-from fedprophet.cascade.allocator import CUBLAS, allocator_limit, ran_out, spare_memory
+from fedprophet.cascade.allocator import CUBLAS, allocator_limit, left_over, ran_out, spare_memory
 from fedprophet.cascade.measure import measured_peak
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -50,31 +50,43 @@ def _segment(pool: tuple[int, int], device: int = 0, **blocks: int) -> dict[str,
     return {"device": device, "segment_pool_id": pool, "blocks": described}
 
 
-def test_the_limit_is_what_is_allocated_and_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 1000 bytes the allocator holds 340, of which 40 beside tensors are free, and 50 of a graph's pool are not: 150
-    more than 300 are a share of 0.45, which is a half byte short of 451; less than none left is none, and a limit that
-    is there is not raised. The share that was there comes back, after an error as well.
+def test_the_limit_is_so_much_more_than_the_allocator_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 1000 bytes it holds 300: 150 more are a share of 0.45, which is a half byte short of 451; 20 less are 0.28,
+    and a limit that is there is not raised. The share that was there comes back, after an error as well.
     """
     shares = [0.9]
     cuda = SimpleNamespace(
         synchronize=lambda device: None,
         empty_cache=lambda: shares.append(-1),
         mem_get_info=lambda device: (500, 1000),
-        memory_reserved=lambda device: 340,
-        memory_snapshot=lambda: [
-            _segment((0, 0), active_allocated=200, inactive=40),
-            _segment((0, 7), active_allocated=50, inactive=50),
-            _segment((0, 0), device=1, inactive=500),
-        ],
+        memory_reserved=lambda device: 300,
         get_per_process_memory_fraction=lambda device: shares[0],
         set_per_process_memory_fraction=lambda share, device: shares.append(share),
     )
     monkeypatch.setattr(allocator.torch, "cuda", cuda)
     monkeypatch.setattr(allocator, "_first_graph", lambda device: None)
-    for left in (150, -20, 900):
-        with pytest.raises(KeyError), allocator_limit(CUDA, left):
+    for more in (150, -20, 900, -301):
+        with pytest.raises(KeyError), allocator_limit(CUDA, more):
             raise KeyError
-    assert shares[1:] == [-1, 0.4505, 0.9, -1, 0.3005, 0.9, -1, 0.9, 0.9]
+    assert shares[1:] == [-1, 0.4505, 0.9, -1, 0.2805, 0.9, -1, 0.9, 0.9, -1, 0.0005, 0.9]
+
+
+def test_what_is_left_over_lies_beside_tensors_of_the_device_and_in_no_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A segment without tensors is given back before, once the device is done with it."""
+    cached, waiting = [_segment((0, 0), inactive=1000)], [True]
+    segments = [
+        _segment((0, 0), active_allocated=200, inactive=40),
+        _segment((0, 7), active_allocated=50, inactive=50),
+        _segment((0, 0), device=1, inactive=500),
+        _segment((0, 0), inactive=3),
+    ]
+    cuda = SimpleNamespace(
+        synchronize=lambda device: waiting.clear(),
+        empty_cache=lambda: waiting or cached.clear(),
+        memory_snapshot=lambda: segments + cached,
+    )
+    monkeypatch.setattr(allocator.torch, "cuda", cuda)
+    assert left_over(CUDA) == 43
 
 
 def test_what_says_that_memory_ran_out() -> None:

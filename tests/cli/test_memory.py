@@ -88,6 +88,17 @@ def test_a_module_that_fits_no_plan_is_cut_further_and_an_atom_is_shown_with_wha
     assert "module 2: no plan fits; the most economical one is predicted to take 5.27 MB" in text
 
 
+def test_plans_that_are_predicted_to_fit_and_do_not_when_they_are_tried(monkeypatch):
+    def refused(self, budget):
+        raise BudgetError("")
+
+    monkeypatch.setattr(LocalIteration, "checked", refused)
+    monkeypatch.setattr(LocalIteration, "measured", lambda self, plan: 1)
+    text = " ".join(call("cnn3", "--input", "1x8x8", "--batch", "4", "--budget", "2MB").stdout.split())
+    note = "module 1: none kept within the budget when it was tried; the most economical one is predicted to take 1."
+    assert note in text
+
+
 def test_table_for_people():
     result = call(*SMALL, "--budget", "1600kB", "--no-measure")
     assert result.exit_code == 0, result.output

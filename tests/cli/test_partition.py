@@ -29,6 +29,7 @@ def test_json_of_the_papers_vgg16():
     answer = document(*VGG16, "--budget", "60MB")
     modules = answer.pop("modules")
     assert answer == {
+        "memory_model": "paper",
         "model": "vgg16",
         "parameters": 15_253_578,
         "total_memory_bytes": 301_663_096,
@@ -59,6 +60,14 @@ def test_table_for_people():
         "1", "Conv 1, Conv 2", "55.79 MB", "93.0 %", "2.57 G", "38.98 k",
     ]  # fmt: skip
     assert lines[-1] == "- whole model 301.66 MB, budget 19.9 % of it, 7 modules, 20.17 G FLOPs, 15.25 M parameters"
+
+
+def test_tables_say_whose_memory_it_is():
+    small = ("cnn3", "--input", "1x8x8", "--batch", "4", "--budget", "100%")
+    note = "memory is what the most economical exact plan is predicted to take on a CPU: see fedprophet memory"
+    assert call(*small, "--memory-model", "measured").stdout.splitlines()[-1] == f"- {note}"
+    assert note not in call(*small).stdout
+    assert document(*small, "--memory-model", "measured")["memory_model"] == "measured"
 
 
 @pytest.mark.parametrize(

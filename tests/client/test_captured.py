@@ -1,6 +1,6 @@
 """Attacks that replay a graph give what the eager ones give, in memory that the step shares; most of it needs a GPU."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -18,6 +18,7 @@ from fedprophet.client.captured import Ascent, CapturedAscent, ascent_of
 from fedprophet.client.descent import Descent, Loss
 from fedprophet.client.memory_plan import PLAIN, MemoryPlan, Step
 from fedprophet.client.part import ModelPart
+from fedprophet.client.statistics import TwoSets
 from fedprophet.client.trainer import attacked, train, training_loss
 from fedprophet.messages.tasks import Train
 from fedprophet.messages.values import LocalTraining
@@ -119,14 +120,45 @@ def test_a_training_with_captured_attacks_ends_where_an_eager_one_does(
     ends = []
     for captured in (True, False):
         if not captured:
-            monkeypatch.setattr(
-                trainer, "ascent_of", lambda part, threat, convexity, size: Ascent(part, threat, convexity)
-            )
+            monkeypatch.setattr(trainer, "ascent_of", _eagerly)
         part = _part(CUDA)
-        loss = train(task, part, x, labels, plan=replace(step, attack=4))
-        ends.append((loss, torch.cat([p.detach().flatten() for p in part.parameters()])))
+        sets = TwoSets(part.chain, {})
+        loss = train(task, part, x, labels, sets.observe, plan=replace(step, attack=4))
+        ends.append((loss, torch.cat([t.detach().double().flatten() for t in (*part.tensors, *sets.aside)])))
     assert ends[0][0] == ends[1][0]
     assert torch.equal(ends[0][1], ends[1][1])
+
+
+def _eagerly(part: ModelPart, threat: ThreatModel, strong_convexity: float, size: int, sliced: bool) -> Ascent:
+    return Ascent(part, threat, strong_convexity)
+
+
+def test_all_of_an_iteration_is_computed_where_its_ascent_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU that is the memory of a graph, which keeps it: what is computed elsewhere takes its memory beside it."""
+    where: list[str] = []
+
+    class Told(Ascent):
+        def __call__(self, clean: Tensor, perturbed: Tensor, labels: Tensor) -> Tensor:
+            where.append("attack")
+            return super().__call__(clean, perturbed, labels)
+
+        def before(self, compute: Callable[[], None]) -> None:
+            where.append("before")
+            super().before(compute)
+
+        def step(self, compute: Callable[[], Loss]) -> Loss:
+            where.append("step")
+            return super().step(compute)
+
+    def observe(part: ModelPart, x: Tensor, plan: MemoryPlan) -> None:
+        assert torch.equal(x.sort(dim=0).values, images.sort(dim=0).values)
+        where.append("observe")
+
+    monkeypatch.setattr(trainer, "ascent_of", lambda part, threat, *_: Told(part, threat, 0.01))
+    images, labels = _batch(8, torch.device("cpu"))
+    task = Train(round=1, client=2, seed=3, training=replace(HYPER, iterations=1), threat=PIXELS)
+    train(task, _part(torch.device("cpu")), images, labels, observe, MemoryPlan(attack=4))
+    assert where == ["before", "observe", "attack", "attack", "step"]
 
 
 @needs_gpu
@@ -183,7 +215,7 @@ def test_every_module_of_vgg16_keeps_within_its_budget_on_a_gpu(number: int) -> 
     """In a trial, and when the plan is trained by under the limit that it was tried under."""
     iteration = _modules()[number]
     found = iteration.checked(BUDGET)
-    assert found.peak <= found.measured <= BUDGET
+    assert 0.95 * found.peak <= found.measured <= BUDGET
     assert found.limit is not None
     trial = iteration._tried_within(found.plan, found.limit)
     assert max(trial.attack, trial.step) <= BUDGET

@@ -116,3 +116,29 @@ def test_a_fused_step_has_one_gradient_at_a_time(at_a_time: object) -> None:
     assert all(parameter.grad is None for parameter in network.parameters())
     network(torch.ones(2, 2)).sum().backward()  # no hook is left
     assert all(parameter.grad is not None for parameter in network.parameters())
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_momenta_may_be_there_from_the_beginning(momentum: float) -> None:
+    """As the memory of training is predicted; the steps are the same."""
+    hyper, ends = replace(HYPER, momentum=momentum), []
+    for begun in (False, True):
+        layer, part = _linear()
+        descent = Descent.of(part, hyper, begun)
+        assert [tensor.shape for tensor in descent.held] == ([(2, 2), (2,)] if begun and momentum else [])
+        held = {id(tensor) for tensor in descent.held}
+        for scale in (1.0, 2.0, -3.0):
+            whole_loss(scale * layer(torch.ones(1, 2)).square().sum(), part).backward(descent)
+        assert held in (set(), {id(tensor) for tensor in descent.held})
+        ends.append(torch.cat([layer.weight.detach().flatten(), layer.bias.detach()]))
+    assert torch.equal(*ends)
+
+
+@pytest.mark.parametrize(("memory", "begun"), [(0, False), (10**9, True)])
+def test_where_memory_is_limited_momenta_are_there_first(
+    memory: int, begun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of, asked = Descent.of, []
+    monkeypatch.setattr(Descent, "of", lambda part, hyper, begun=False: asked.append(begun) or of(part, hyper, begun))
+    train(replace(TASK, memory=memory), _linear()[1], torch.ones(4, 2), torch.zeros(4, dtype=torch.long))
+    assert asked == [begun]

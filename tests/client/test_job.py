@@ -71,7 +71,7 @@ def test_without_calibration_there_is_no_prior(workspace, client):
 
 def test_a_client_without_samples_knows_nothing(workspace, client):
     nobody = LocalExamples(TensorExamples(torch.rand(1, 1, 2, 2), torch.tensor([0])), np.arange(0))
-    alone = replace(client, data=replace(client.data, train=nobody))
+    alone = replace(client, data=replace(client.data, own=nobody))
     prior = Job(Evaluate(**fields(workspace), calibration=1.0), alone, workspace).prior
     assert prior.exp().tolist() == pytest.approx([1 / 3] * 3)
 
@@ -193,3 +193,29 @@ def test_features_behind_other_starting_layers_are_other_features(workspace, cli
     others = {name: value + 1 for name, value in starting(workspace).items()}
     keys = {Job(replace(task, starting=given), client, workspace).features_key for given in ({}, task.starting, others)}
     assert len(keys) == 3
+
+
+def test_mirror_images_change_neither_weights_nor_frequencies(workspace, client):
+    """Six own samples, twelve to train on, two held out: the weight is 8, and frequencies stay 6/9, 2/9, 1/9."""
+    mirrored = replace(client, data=replace(client.data, mirrored=True))
+    task = Train(**fields(workspace), training=HYPER, calibration=1.0)
+    assert Job(task, mirrored, workspace).prior.exp().tolist() == pytest.approx((6 / 9, 2 / 9, 1 / 9), rel=1e-5)
+    trained = run_client(task, mirrored, workspace)
+    assert (trained.samples, trained.weight) == (12, 8.0)
+    refreshed = run_client(Refresh(**fields(workspace)), mirrored, workspace)
+    assert (refreshed.samples, refreshed.weight) == (12, 6.0)
+    measured = run_client(Measure(**fields(workspace), threat=THREAT), mirrored, workspace)
+    assert (measured.samples, measured.weight) == (12, 6.0)
+    assert run_client(Evaluate(**fields(workspace)), mirrored, workspace).samples == 2
+
+
+def test_batches_have_mirror_images(workspace, client):
+    """One batch of all twelve: the model reads each image and its mirror image once."""
+    seen = []
+    mirrored = replace(client, data=replace(client.data, mirrored=True))
+    hook = workspace.chain.atoms[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].clone()))
+    run_client(Train(**fields(workspace), training=replace(HYPER, iterations=1, batch=12)), mirrored, workspace)
+    hook.remove()
+    own = client.data.own.fetch(torch.arange(6))
+    expected = torch.cat([own, own.flip(3)])
+    assert sorted(seen[-1].flatten(1).tolist()) == sorted(expected.flatten(1).tolist())

@@ -63,7 +63,7 @@ def test_another_limit_needs_no_prediction_that_was_made(predictions) -> None:
     assert planned.plan != PLAIN
     predictions.clear()
     assert planner.cheapest(iteration, iteration.least()) == planned
-    assert len(predictions) == 5, "those of `least` alone: four steps, and an attack that takes no more"
+    assert len(predictions) == 4, "those of `least` alone: three steps, and an attack that takes no more"
 
 
 def test_only_so_many_predictions_are_remembered_the_newest(predictions, monkeypatch) -> None:
@@ -105,6 +105,15 @@ def test_a_limit_that_no_plan_fits_stays_an_error() -> None:
     for _ in range(2):
         with pytest.raises(BudgetError, match="the most economical plan"):
             planner.cheapest(iteration, 1000)
+
+
+def test_what_it_would_take_is_that_of_a_plan_that_a_run_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounded plans are none: here they take 300 bytes, exact ones 400."""
+    monkeypatch.setattr(LocalIteration, "_attack_peak", lambda self, plan: 100)
+    monkeypatch.setattr(LocalIteration, "_step_peak", lambda self, plan: 300 if plan.rounded else 400)
+    assert _iteration(_chain()).cheapest(350).plan.rounded
+    with pytest.raises(BudgetError, match=r"within 350 B .* is predicted to take 400 B\. Give more"):
+        Planner().cheapest(_iteration(_chain()), 350)
 
 
 def test_the_server_allows_for_what_is_not_predicted() -> None:
@@ -166,6 +175,6 @@ def test_on_a_gpu_a_plan_is_tried_once_and_the_part_is_left_as_it_was(monkeypatc
     before = [tensor.clone() for tensor in iteration.part.tensors]
     planner = Planner()
     for limit in (100, 101, 200):
-        assert planner.cheapest(iteration, limit) == Planned(MemoryPlan(attack=2), 40, ceiling=90)
+        assert planner.cheapest(iteration, limit) == Planned(MemoryPlan(attack=2), 40)
     assert tried == [100, 200]
     assert all(torch.equal(a, b) for a, b in zip(before, iteration.part.tensors, strict=True))

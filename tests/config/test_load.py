@@ -257,6 +257,11 @@ def test_all_errors_are_listed_one_a_line(tmp_path: Path) -> None:
         (["rounds=9", "train.warmup=4", "convergence.gate=5"], "convergence.gate: given 5", "train.warmup = 5"),
         (["rounds=9", "train.warmup=4", "attack.ramp=5"], "attack.ramp: given 5", "train.warmup = 5"),
         (["perturbation.floor=0.8"], "perturbation.floor: given 0.8", "perturbation.start = 0.7"),
+        (
+            ["norm.refresh=clean", "norm.refresh_clients=2", "aggregate.minimum=3"],
+            "norm.refresh_clients: given 2",
+            "= 3",
+        ),
         (["population.cohort=4", "aggregate.minimum=5"], "aggregate.minimum: given 5", "population.cohort = 4"),
         (["population.clients=5", "aggregate.sizes=[3, 4]"], "aggregate.sizes: given [3, 4]", "population.clients = 5"),
         (["aggregate.rule=trimmed-mean", "trimmed_mean.trim=0"], "trimmed_mean.trim: given 0.0", "above 0"),

@@ -29,6 +29,7 @@ COMMON: Mapping[str, Any] = {
     "population.clients": 100,
     "population.cohort": 10,
     "data.validation": 0.2,
+    "data.mirror": False,
     "shards.kind": "skewed",
     "shards.iid_fraction": 0.2,
     "fleet.performance": "apps",

@@ -4,8 +4,10 @@ import torch
 
 from fedprophet.data import DATASETS, dataset, load
 from fedprophet.data.dataset import (
+    ClientData,
     LocalExamples,
     MapExamples,
+    MirroredExamples,
     TensorExamples,
     from_datasets,
     from_tensors,
@@ -232,6 +234,61 @@ def test_local_examples_see_only_their_own():
     assert local.fetch(indices(1, 0)).flatten().tolist() == pytest.approx([0.2, 1.0])
     with pytest.raises(IndexError):
         local.fetch(indices(2))
+
+
+# ---------------------------------------------------------------- mirror images
+
+
+def pictures():
+    """Return two pictures of one row, two channels and three columns, of labels 1 and 0."""
+    first, second = [[[0, 51, 102]], [[153, 204, 255]]], [[[255, 0, 0]], [[51, 51, 0]]]
+    return TensorExamples(torch.tensor([first, second], dtype=torch.uint8), [1, 0])
+
+
+def test_mirror_images_follow_the_examples_in_their_order():
+    mirrored = MirroredExamples(pictures())
+    assert len(mirrored) == 4
+    assert mirrored.labels.tolist() == [1, 0, 1, 0]
+    fetched = (mirrored.fetch(indices(3, 0, 2, 1, 2)) * 5).round().int().tolist()
+    first, second = [[[0, 1, 2]], [[3, 4, 5]]], [[[5, 0, 0]], [[1, 1, 0]]]
+    turned, other = [[[2, 1, 0]], [[5, 4, 3]]], [[[0, 0, 5]], [[0, 1, 1]]]
+    assert fetched == [other, first, turned, second, turned]
+
+
+def test_rows_stay_where_they_are():
+    """Left and right change places, top and bottom do not."""
+    image = torch.tensor([[[[0.0, 0.1], [0.2, 0.3]]]])
+    fetched = MirroredExamples(TensorExamples(image, [0])).fetch(indices(1))
+    assert torch.equal(fetched, torch.tensor([[[[0.1, 0.0], [0.3, 0.2]]]]))
+
+
+@pytest.mark.parametrize("images", [torch.rand(2, 1, 2, 3), torch.randint(256, (2, 1, 2, 3), dtype=torch.uint8)])
+def test_mirror_images_leave_what_is_stored_alone(images):
+    stored = images.clone()
+    MirroredExamples(TensorExamples(images, [0, 1])).fetch(indices(0, 1, 2, 3)).fill_(0.5)
+    assert torch.equal(images, stored)
+
+
+def test_no_position_behind_the_last_mirror_image():
+    local = LocalExamples(pictures(), np.array([1]))
+    assert MirroredExamples(local).fetch(indices(0, 1)).shape == (2, 2, 1, 3)
+    with pytest.raises(IndexError):
+        MirroredExamples(local).fetch(indices(2))
+
+
+def test_mirror_images_of_nothing():
+    nothing = MirroredExamples(LocalExamples(pictures(), np.arange(0)))
+    assert len(nothing) == 0
+    assert nothing.fetch(indices()).shape == (0, 2, 1, 3)
+
+
+def test_only_training_is_mirrored():
+    own, held_out = (LocalExamples(pictures(), np.array([k])) for k in (0, 1))
+    plain, mirrored = (ClientData(own, held_out, mirrored=value) for value in (False, True))
+    assert plain.train is own
+    assert (len(mirrored.train), len(mirrored.own), len(mirrored.validation)) == (2, 1, 1)
+    assert (plain.size, mirrored.size) == (2, 2)
+    assert mirrored.validation is held_out
 
 
 # ---------------------------------------------------------------- whole datasets

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from fedprophet import data
+from fedprophet.config.load import load_config
+from fedprophet.config.reference import to_toml
 from fedprophet.data import registry
 from fedprophet.data.dataset import Dataset, from_tensors
 from fedprophet.errors import DataError
@@ -39,3 +41,11 @@ def test_an_option_that_its_loader_does_not_have() -> None:
     for function in (data.load, data.check):
         with pytest.raises(DataError, match=text):
             function("stripes", wife=3)
+
+
+def test_mirror_images_are_a_choice_that_a_file_keeps(tmp_path: Path) -> None:
+    assert not load_config("digits").data.mirror
+    config = load_config("digits", ["data.mirror=true"])
+    (tmp_path / "run.toml").write_text(to_toml(config))
+    assert load_config(tmp_path / "run.toml") == config
+    assert config.data.mirror

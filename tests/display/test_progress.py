@@ -202,7 +202,7 @@ def test_answers_that_did_not_come_are_told(session):
         "round 2: no answer from client 3 (training)",
         "round 2: no answer from clients 0, 1, 2, 3, 4, 5, 6, 7 and 2 more (evaluating)",
         "round 2: client 3 failed: it hung",
-        "round 2: 1 usable updates, fewer than aggregate.minimum = 2: nothing was averaged",
+        "round 2: 1 usable answers, fewer than aggregate.minimum = 2: nothing was averaged",
         "round 2: no client measured module 1, so it trains for another round",
         "round 2: no client evaluated any round; the last round's model is used",
     ]

@@ -34,6 +34,11 @@ NEEDS = {
         "Every client trained the whole model, which takes 2.0 kB; where less was available, the simulated time "
         "includes swapping.",
     ),
+    "the whole model of all clients in one round": (
+        {"smallest_bytes": 300, "least_bytes": 2000, "peak_bytes": 2000},
+        "With 2.0 kB a client could have done the smallest task of every round; the largest task took 2.0 kB, and the "
+        "whole model takes 2.0 kB.",
+    ),
     "the same part in every round": (
         {"least_bytes": 300, "peak_bytes": 300},
         "With 300 B a client could have done the smallest task of every round; the largest task took 300 B, and the "
@@ -126,12 +131,18 @@ def test_closing_words_of_a_cascade():
     assert "A client needs 400 B to train a module; the whole model would take 2.0 kB.\n" in said
 
 
-def test_closing_words_of_a_run_within_its_memory():
+@pytest.mark.parametrize(
+    ("counted", "how"),
+    [({}, "on paper"), ({"memory_model": "paper"}, "on paper"),
+     ({"memory_model": "measured"}, "by the most economical plan")],
+)  # fmt: skip
+def test_closing_words_of_a_run_within_its_memory(counted, how):
     console = Console(file=io.StringIO(), width=200)
     plans = {"counts": {"plain": 3, "attack 8 at a time": 1}, "closest": {"peak_bytes": 300, "limit_bytes": 400}}
-    show_results({**RESULTS, "stages": [{"clean": 0.5, "adversarial": 0.25}], "plans": plans}, PATH, console)
+    stages = [{"clean": 0.5, "adversarial": 0.25}]
+    show_results({**RESULTS, **counted, "stages": stages, "plans": plans}, PATH, console)
     said = console.file.getvalue()
-    assert "A client needs 400 B on paper to train a module" in said
+    assert f"A client needs 400 B {how} to train a module" in said
     assert "no client took more than 75.0 % of what it may (300 B of 400 B)" in said
     assert "Plans: plain (3 times); attack 8 at a time (1 time).\n" in said
 

@@ -36,6 +36,11 @@ for name in ("jfat", "fedprophet"):
     tiny |= {"measure": {"clients": 2, "steps": 1}}
     fedprophet.train(tiny, out=f"runs/{name}-0")
 """,
+    "docs/how-to/one-model.md": """
+import torch
+from fedprophet.models import build
+model, images, labels = build("vgg-small", (1, 8, 8), 10).eval(), torch.rand(4, 1, 8, 8), torch.tensor([3, 3, 3, 7])
+""",
     "docs/how-to/report.md": """
 import fedprophet
 tiny = {"rounds": 1, "train": {"iterations": 1, "warmup": 0}, "attack": {"steps": 1}, "memory": {"budget": "50%"}}

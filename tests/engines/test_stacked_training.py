@@ -300,3 +300,13 @@ def test_calibrated_attacks_at_the_exits_of_a_ladder(cascade, stacked, paired):
     raised, expected = ([u.loss - c for u, c in zip(side, clean, strict=True)] for side in zip(*pairs, strict=True))
     assert min(expected) > 0.01
     assert raised == pytest.approx(expected, rel=0.02)
+
+
+def test_mirror_images(session_of, joint, assert_same_training):
+    """Batches are drawn from twice as many samples, from the same ones on both engines."""
+    plain, mirrored = (session_of({"method": "jfat", "data.mirror": value}) for value in (False, True))
+    usual = {update.client: update for update in plain.engine.map(joint(plain, threat=None))}
+    for update in assert_same_training(mirrored, joint(mirrored, threat=None)):
+        before = usual[update.client]
+        assert (update.samples, update.weight) == (2 * before.samples, before.weight)
+        assert abs(update.loss - before.loss) > 1e-3

@@ -50,6 +50,7 @@ METHODS = {
     "feddf": {"method": "feddf", "rounds": 2, "distillation.public": 20, "distillation.iterations": 2},
     "refreshed": {**REFRESH, "method": "heterofl", "train.warmup": 0, "norm.layers": "statistics-local"},
     "jfat": {"method": "jfat", "rounds": 2, "population.cohort": 3},
+    "mirrored": {"method": "jfat", "rounds": 2, "data.mirror": True, "train.calibration": "labels"},
     "heterofl": {"method": "heterofl", "rounds": 2, "population.cohort": 3},
     "fedrbn": {"method": "fedrbn", "rounds": 2, "population.cohort": 3, "memory.budget": "100%"},
     "refreshed after each stage": {

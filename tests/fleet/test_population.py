@@ -227,3 +227,21 @@ def test_clients_are_the_same_with_and_without_a_public_set():
         assert one.resources(k, 3, 10) == other.resources(k, 3, 10)
     assert one.draw(1, 3, 5, "cohort") == other.draw(1, 3, 5, "cohort")
     assert set(_server_pixels(other)[0]) <= set(range(246, 256)), "test images, which no client has"
+
+
+def test_clients_train_on_mirror_images_too_and_nobody_else_does():
+    """Every image k has the pixels k, k + 100."""
+    train = torch.stack([torch.arange(TRAIN), torch.arange(TRAIN) + 100], dim=1).to(torch.uint8).reshape(TRAIN, 1, 1, 2)
+    dataset = from_tensors(train, torch.arange(TRAIN) % 4, train[:10], torch.arange(10) % 4)
+    plain, mirrored = (make(dataset=dataset, mirror=value, public=4) for value in (False, True))
+    for k in range(8):
+        usual, data = plain.client_data(k), mirrored.client_data(k)
+        count, own = len(usual.train), pixels(usual.train)
+        assert len(data.train) == 2 * count > 0
+        assert pixels(data.train) == own + [own[p ^ 1] for p in range(2 * count)]
+        assert data.train.labels.tolist() == 2 * usual.train.labels.tolist()
+        assert pixels(data.validation) == pixels(usual.validation)
+        assert data.size == mirrored.samples(k) == plain.samples(k)
+    server = mirrored.client_data(SERVER)
+    assert (len(server.train), len(server.validation)) == (4, 6)
+    assert pixels(server.train) == pixels(plain.client_data(SERVER).train)

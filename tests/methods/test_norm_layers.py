@@ -364,6 +364,28 @@ def test_clients_are_calibrated_and_the_server_is_not(method, tiny, fleet, play_
     assert session.method.evaluation_task(state, SERVER, None).calibration == 0
 
 
+def test_the_exported_model_with_a_clients_label_frequencies_is_the_clients_own(tiny, play_in_memory):
+    """Where norm layers are shared: by hand, from the exported model and what the client knows."""
+    settings = {**SMALL, "method": "jfat", "norm.layers": "shared", "train.calibration": "labels"}
+    played = play_in_memory(tiny({**settings, "rounds": 1, "evaluate.clients": "all", "train.iterations": 4}))
+    session, state = played.session, played.states[-1]
+    whole, chain = exported_model(session, state, session.engine), session.world.chain
+    found = Evaluator(session, state, whole, session.engine).measure(("clean",))["clean"]
+    chain.load(whole)
+    right = {}
+    for client in range(session.config.population.clients):
+        data = session.population.client_data(client)
+        counts = torch.bincount(data.own.labels, minlength=10) + 1.0
+        with torch.no_grad(), chain.mode(0, None, training=False):
+            scores = chain.run(data.validation.fetch(torch.arange(len(data.validation)))).double()
+        added = (scores + torch.log(counts.double() / counts.sum()), scores)
+        right[client] = tuple(int((each.argmax(1) == data.validation.labels).sum()) for each in added)
+    measured = {answer.client: answer.clean for answer in found.clients}
+    plain = {answer.client: answer.clean for answer in found.uncalibrated}
+    assert {client: (measured[client], plain[client]) for client in measured} == right
+    assert measured != plain, "the frequencies matter here"
+
+
 def test_norm_layers_that_are_no_layers_of_the_chain_are_named(tiny, play_in_memory):
     class OwnNorm(nn.Module):
         def __init__(self):

@@ -346,6 +346,20 @@ def test_where_nobody_answers_the_statistics_stay_and_the_run_ends(layers, turn,
     assert all(torch.equal(whole[name], old[name]) for name in old)
 
 
+def test_fewer_measurements_than_the_minimum_change_nothing(tiny, play_in_memory, poisoned):
+    """Three of four clients' answers are needed, and two are of no use: the statistics stay."""
+    config = tiny({**JFAT, "population.clients": 4, "aggregate.minimum": 3})
+    useless = changed_statistics(lambda n, v: v * math.nan)
+    played = play_in_memory(config, poisoned(useless, [2], [0, 1], "refresh"))
+    record, (before, after) = played.records[-1], played.states[-2:]
+    assert played.session.method.finished(after)
+    assert (record["refreshed"], record["too_few"]) == ([], {"usable": 2, "minimum": 3})
+    assert all(torch.equal(after.model[name], before.model[name]) for name in before.model)
+    enough = play_in_memory(config, poisoned(useless, [2], [0], "refresh")).records[-1]
+    assert enough["refreshed"] == sorted(statistics_names(played.session.world.chain))
+    assert "too_few" not in enough
+
+
 def test_clients_that_cannot_be_reached_for_their_layers_are_left_out(tiny, play_in_memory):
     """Nobody sends the layers it keeps: those of the untrained model are measured anew."""
     played = play_in_memory(tiny({**JFAT, "norm.layers": "local"}), rounds=1)

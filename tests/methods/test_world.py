@@ -73,3 +73,6 @@ def test_a_run_says_how_its_norm_layers_were_joined(method, tiny):
     assert text.startswith("median over the clients that have trained")
     assert ("adversarial" in text) == (method == "fedrbn")
     assert assemble(tiny({"method": method})).method.norm_layers.startswith("mean over the clients")
+    assert "pooled" not in assemble(tiny({"method": method})).method.norm_layers
+    text = assemble(tiny({"method": method, "norm.layers": "statistics-local"})).method.norm_layers
+    assert "statistics: mean over the clients that have trained, weighted by shard size, variances pooled" in text

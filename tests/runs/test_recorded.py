@@ -45,10 +45,30 @@ def test_a_run_without_a_checkpoint_begins_again_and_is_cut_anew(stopped, own, c
     assert _spans(reopen(stopped)) == OTHER != own
 
 
-def test_a_run_of_an_earlier_version_is_cut_anew(finished, cuts_elsewhere):
-    assert len(_spans(open_to_read(finished))) == 2
+def test_a_finished_run_has_the_modules_that_its_results_name_where_the_other_file_is_lost(finished, cuts_elsewhere):
     (finished / "setup.json").unlink()
-    assert _spans(open_to_read(finished)) == OTHER
+    assert _spans(open_to_read(finished)) == [(0, 5), (5, 8)] != OTHER
+
+
+def test_a_run_that_names_its_modules_nowhere_is_cut_anew(stopped, own):
+    (stopped / "setup.json").unlink()
+    assert _spans(reopen(stopped)) == own
+
+
+@pytest.mark.parametrize("spans", [OTHER, [(0, 1), (1, 8)], [(0, 8)], [(0, 6), (6, 7), (7, 8)]])
+@pytest.mark.parametrize("text", [None, "{"])
+def test_other_modules_than_those_of_its_checkpoint_are_refused_where_no_file_names_them(
+    stopped, monkeypatch, spans, text
+):
+    setup = stopped / "setup.json"
+    setup.unlink() if text is None else setup.write_text(text)
+    monkeypatch.setattr(session, "partition", lambda cost, budget: modules_of(cost, spans))
+    with pytest.raises(CheckpointError) as error:
+        reopen(stopped)
+    assert str(error.value) == (
+        f"the checkpoint of round 3 in {stopped} has other modules than this version cuts, and {setup}, which names "
+        "them, is lost or damaged. Put it back from a copy, or go on with the version that began the run"
+    )
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,13 @@ def test_a_checkpoint_of_another_configuration_names_the_keys(tiny, small, stopp
         reopen(tmp_path / "other")
 
 
+def test_a_run_does_not_go_on_with_other_training_images(tiny, small, stopped, tmp_path):
+    start(tiny({**small, "data.mirror": True}), tmp_path / "other")
+    shutil.copytree(stopped / "checkpoints", tmp_path / "other" / "checkpoints")
+    with pytest.raises(CheckpointError, match=r"another configuration: data\.mirror: here true, there false"):
+        reopen(tmp_path / "other")
+
+
 def test_a_run_on_other_machines_goes_on_there_and_can_be_read_when_it_is_finished(stopped, finished, contents):
     for path in (stopped, finished):
         (path / "flower.json").write_text('{"run": "ab", "deployed": true}')

@@ -211,6 +211,7 @@ def test_modules_are_counted_by_the_paper_or_by_what_they_take(tiny) -> None:
     cost = measured.world.cost
     assert isinstance(cost, MeasuredCost)
     assert cost.training == measured.world.local_training(1)
+    assert measured.world.needs is cost, "modules are assigned by it as well"
     assert measured.budget == int(0.45 * cost.total_memory) != paper.budget
     for module in measured.world.modules:
         assert module.memory == cost.memory(module.first, module.last) <= measured.budget
@@ -222,3 +223,26 @@ def test_modules_are_counted_by_the_paper_or_by_what_they_take(tiny) -> None:
 def test_methods_without_modules_are_counted_by_the_paper(tiny) -> None:
     session = assemble(tiny({"memory.model": "measured", "method": "jfat"}))
     assert type(session.world.cost) is ChainCost
+
+
+# Mirror images.
+
+
+def test_mirror_images_are_refused_where_there_is_no_left_and_right(tiny) -> None:
+    rows, labels = torch.rand(8, 6), torch.arange(8) % 2
+    vectors = from_tensors(rows, labels, rows, labels)
+    net = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 2))
+    settings = {"method": "jfat", "model.name": "custom", "population.clients": 2, "shards.kind": "iid"}
+    with pytest.raises(
+        ConfigError, match=r"^data\.mirror: the data are of shape \(6,\), and only images.* Leave it false$"
+    ):
+        assemble(tiny({**settings, "data.mirror": True}), model=net, dataset=vectors)
+
+
+def test_mirror_images_are_a_clients_training_samples(tiny) -> None:
+    plain, mirrored = (assemble(tiny({"method": "jfat", "data.mirror": value})).population for value in (False, True))
+    for client in range(6):
+        usual, data = plain.client_data(client), mirrored.client_data(client)
+        images = usual.train.fetch(torch.arange(len(usual.train)))
+        assert torch.equal(data.train.fetch(torch.arange(len(data.train))), torch.cat([images, images.flip(3)]))
+        assert len(data.validation) == len(usual.validation)

@@ -26,8 +26,9 @@ def machine(monkeypatch):
 
 def test_it_says_what_the_results_say_later(finished):
     about, results = read(finished), json.loads((finished / "results.json").read_text())
-    shared = ("budget_bytes", "whole_model_bytes", "modules")
+    shared = ("memory_model", "budget_bytes", "whole_model_bytes", "modules")
     assert {key: about[key] for key in shared} == {key: results[key] for key in shared}
+    assert about["memory_model"] == "paper"
     assert about["data"] == {"name": "digits", "shape": [1, 8, 8], "classes": 10, "train": 1437, "test": 360}
     (model, machine) = about["model"], about["machines"][0]
     session = reopen(finished).session

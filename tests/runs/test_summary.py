@@ -46,7 +46,7 @@ def test_training_memory_by_hand() -> None:
     """In the hardest round, the second, the luckiest client was given 25 bytes; one was given 90 in the first."""
     rounds = [{"1": 90, "2": 10}, {"2": 30, "3": 25}, {}, {"1": 70, "3": 15}]
     records = [{"times": {client: {"memory_bytes": size} for client, size in sizes.items()}} for sizes in rounds]
-    assert training_memory(records) == {"least_bytes": 25, "peak_bytes": 90}
+    assert training_memory(records) == {"smallest_bytes": 10, "least_bytes": 25, "peak_bytes": 90}
     assert training_memory(records[2:3]) is None, "nobody trained"
     assert training_memory([*records, {"times": {"1": _time(1.0, 1.0)}}]) is None, "half of it is not known"
 

@@ -45,33 +45,40 @@ def spare_memory() -> None:
 
 @contextmanager
 def allocator_limit(device: torch.device, bytes_: int) -> Iterator[None]:
-    """Let the allocator hold at most `bytes_` more than what is allocated now, within a `with` block.
+    """Let the allocator hold at most `bytes_` more than it holds now, within a `with` block.
 
-    What it holds is what is allocated, and what is freed and kept for later; so no more than `bytes_` can be allocated.
+    What it holds is what is allocated, and what is freed and kept for later. Of that it cannot give back what lies
+    beside tensors (`left_over`): in one piece it serves for as much more, in many for nothing.
     torch.OutOfMemoryError is raised where this does not do, but for workspaces of convolutions, which become smaller.
     """
     _first_graph(device)
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
+    _give_back(device)
     _, total = torch.cuda.mem_get_info(device)
     before = torch.cuda.get_per_process_memory_fraction(device)
-    allowed = torch.cuda.memory_reserved(device) - _left_over(device) + max(bytes_, 0)
+    allowed = torch.cuda.memory_reserved(device) + bytes_
     # torch multiplies the share again, and cuts off what is behind the point. A limit that is there already holds on.
-    torch.cuda.set_per_process_memory_fraction(min((allowed + 0.5) / total, before), device)
+    torch.cuda.set_per_process_memory_fraction(min((max(allowed, 0) + 0.5) / total, before), device)
     try:
         yield
     finally:
         torch.cuda.set_per_process_memory_fraction(before, device)
 
 
-def _left_over(device: torch.device) -> int:
-    """Return the bytes that the allocator could not give back, as they lie beside tensors, and that it will use.
+def left_over(device: torch.device) -> int:
+    """Return the bytes that the allocator cannot give back, as they lie beside tensors, and that it may use.
 
-    What pools of graphs hold is theirs alone: it counts as allocated.
+    All else is given back first. What pools of graphs hold is theirs alone: it counts as allocated.
     """
+    _give_back(device)
     segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
     shared = [part for part in segments if part["device"] == device.index and tuple(part["segment_pool_id"]) == (0, 0)]
     return sum(block["size"] for part in shared for block in part["blocks"] if block["state"] == "inactive")
+
+
+def _give_back(device: torch.device) -> None:
+    """Let the allocator give back what is freed and what it kept for later."""
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
 
 
 @cache

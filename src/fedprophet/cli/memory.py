@@ -118,7 +118,7 @@ def _measurements(iteration: LocalIteration, budget: int, measure: bool) -> dict
         if measure:
             plan, predicted, measured, aimed, limit = iteration.checked(budget)
         else:
-            (plan, predicted, _), measured, aimed, limit = iteration.cheapest(budget), None, budget, None
+            (plan, predicted), measured, aimed, limit = iteration.cheapest(budget), None, budget, None
     except BudgetError:
         least = {"plan": None, "predicted_bytes": iteration.least(rounded=True), "measured_bytes": None}
         return {**plain, **least, "planned_for_bytes": None, "limit_bytes": None, "fits": False}
@@ -174,9 +174,15 @@ def _notes(found: dict[str, Any]) -> list[str]:
             )
     for module in found["modules"]:
         if not module["fits"]:
+            predicted = module["predicted_bytes"]
+            why = (
+                "none kept within the budget when it was tried"
+                if predicted <= found["budget_bytes"]
+                else "no plan fits"
+            )
             notes.append(
-                f"module {module['index']}: no plan fits; the most economical one is predicted to take "
-                f"{_size(module['predicted_bytes'])}. Try a smaller batch, or a larger budget"
+                f"module {module['index']}: {why}; the most economical one is predicted to take {_size(predicted)}. "
+                "Try a smaller batch, or a larger budget"
             )
         elif module["planned_for_bytes"] < found["budget_bytes"]:
             notes.append(

@@ -42,7 +42,7 @@ def partition_command(
         watch("counting memory", 0, None)
         bytes_ = parse_budget(budget, cost.total_memory)
         modules = partition(cost, bytes_)
-    document = _document(model, cost, bytes_, modules)
+    document = {"memory_model": memory_model, **_document(model, cost, bytes_, modules)}
     print_result(document, _page(document, batch), json_)
 
 
@@ -79,12 +79,16 @@ def _page(found: dict[str, Any], batch: int) -> Page:
     }
     modules = ({**module, "of_budget": module["memory_bytes"] / budget} for module in found["modules"])
     rows = tuple(tuple(module[key] for key in columns) for module in modules)
-    note = (
+    notes = [
         f"whole model {_size(whole)}, budget {percent(budget / whole)} of it, {counted(len(rows), 'module')}, "
         f"{format_count(found['total_flops'])} FLOPs, {format_count(found['parameters'])} parameters"
-    )
+    ]
+    if found["memory_model"] == "measured":
+        notes.append(
+            "memory is what the most economical exact plan is predicted to take on a CPU: see fedprophet memory"
+        )
     title = f"{found['model']}, batch {batch}, budget {_size(budget)}"
-    return Page(title, (Table("", tuple(columns.values()), rows),), notes=(note,))
+    return Page(title, (Table("", tuple(columns.values()), rows),), notes=tuple(notes))
 
 
 def _size(size: int) -> str:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedprophet.cascade.allocator import allocator_limit, ran_out
+from fedprophet.cascade.allocator import allocator_limit, left_over, ran_out
 from fedprophet.cascade.atoms import Chain
 from fedprophet.cascade.cost import ChainCost
 from fedprophet.cascade.heads import Head, build_head
@@ -58,14 +58,10 @@ OUT = sys.maxsize
 
 
 class Planned(NamedTuple):
-    """A plan, and the bytes that an iteration by it is predicted to take, or took when it was tried.
-
-    On a GPU `ceiling` are the bytes that the allocator may hold for it.
-    """
+    """A plan, and the bytes that an iteration by it is predicted to take, or took when it was tried."""
 
     plan: MemoryPlan
     peak: int
-    ceiling: int | None = None
 
 
 class Checked(NamedTuple):
@@ -122,18 +118,21 @@ class LocalIteration:
             return self._first_that_passes(budget)
         aimed = budget
         while True:
-            plan, peak, _ = self.cheapest(aimed)
+            plan, peak = self.cheapest(aimed)
             measured = self.measured(plan)
             if measured <= budget and (aimed < budget or measured <= peak * (1 + TOLERANCE)):
                 return Checked(plan, peak, measured, aimed)
             aimed = aimed * peak // measured
 
     def least(self, rounded: bool = False) -> int:
-        """Return the bytes that the most economical plan is predicted to take, of those that are exact or of all."""
+        """Return the bytes that the most economical plan is predicted to take, of those that are exact or of all.
+
+        Plans that take no less than another are not predicted: larger pieces, and what could be sliced as well.
+        """
         *_, pieces = self._steps()
-        steps = [replace(pieces, rounded=False), *(plan for plan in self._steps() if plan.sliced)]
-        steps += [MemoryPlan(step=Step.FUSED), *([replace(pieces, rounded=True)] if rounded else [])]
-        step = min(map(self._step_peak, steps))
+        whole = [plan for plan in self._steps() if plan.sliced] or [MemoryPlan(step=Step.FUSED)]
+        smallest = [replace(pieces, rounded=rounding) for rounding in ((False, True) if rounded else (False,))]
+        step = min(map(self._step_peak, [*smallest, *whole]))
         attacks = {plan.attack_sliced: plan for plan in self._attacks()}  # the last of either kind
         attack = sys.maxsize
         for plan in attacks.values():
@@ -179,10 +178,12 @@ class LocalIteration:
         """Try a plan under the highest limit of the allocator with which it keeps within the budget.
 
         The lower it is, the smaller workspaces convolutions take; but under one that just does, a training fails that
-        leaves other gaps in the allocator's memory than the trial did.
+        leaves other gaps in the allocator's memory than the trial did. Gaps that are there already may serve as well:
+        lower limits leave half of them or all of them out.
         """
+        gaps = left_over(self._device)
         trial = self._tried_within(plan, budget + SLACKS[0])
-        for slack in SLACKS[1:]:
+        for slack in (*SLACKS[1:], *((-gaps // 2, -gaps) if gaps else ())):
             if trial.peak <= budget or trial.peak == OUT:
                 break
             lower = self._tried_within(plan, budget + slack)
@@ -219,6 +220,7 @@ class LocalIteration:
             yield torch.cuda.max_memory_allocated(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
             self._step(plan, x, labels, descent, ascend)
+            del x  # a training has none of it either when the next batch comes
             torch.cuda.synchronize(self._device)
             yield torch.cuda.max_memory_allocated(self._device)
 
@@ -254,14 +256,9 @@ class LocalIteration:
         return self.part.take(torch.rand(self.training.batch, *self.input_shape))
 
     def _beginning(self) -> tuple[Tensor, Descent]:
-        """Return labels, and an optimiser that has its momenta already."""
-        part = self.part
-        labels = torch.zeros(self.training.batch, dtype=torch.long, device=part.chain.device)
-        descent = Descent.of(part, self.training)
-        for parameter in part.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        descent(part.parameters())
-        return labels, descent
+        """Return labels, and an optimiser that has its momenta already, as it has where training is limited."""
+        labels = torch.zeros(self.training.batch, dtype=torch.long, device=self.part.chain.device)
+        return labels, Descent.of(self.part, self.training, begun=True)
 
     def _held(self, descent: Descent) -> Iterable[Tensor]:
         return [*self.part.tensors, *descent.held]
@@ -312,11 +309,13 @@ class LocalIteration:
         raise self._nothing_fits(budget)
 
     def _nothing_fits(self, budget: int) -> BudgetError:
+        least = self.least(rounded=any(plan.rounded for plan in self._steps()))
+        # On a GPU nothing fits either if what was predicted to fit did not when it was tried, with its workspaces.
+        tried = ", but no plan kept within the limit when it was tried, workspaces included" if least <= budget else ""
         return BudgetError(
             f"{self.part.layers} cannot be trained within {format_size(budget)} with a batch of "
-            f"{self.training.batch}: the most economical plan is predicted to take "
-            f"{format_size(self.least(rounded=True), 2)}. Give more memory, a smaller train.batch, "
-            "or modules of fewer atoms (a lower memory.budget)"
+            f"{self.training.batch}: the most economical plan is predicted to take {format_size(least, 2)}{tried}. "
+            "Give more memory, a smaller train.batch, or modules of fewer atoms (a lower memory.budget)"
         )
 
 

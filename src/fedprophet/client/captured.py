@@ -4,7 +4,7 @@ A step of PGD is some dozens of small kernels, and launching one takes longer th
 time would take twice as long. A graph launches all kernels of all steps at once. It is captured once for a training,
 since parameters and norm statistics change in place, and its results are those of the eager attack bit for bit.
 
-A graph keeps its memory. The step of the same iteration is computed in it as well, so that an iteration takes what the
+A graph keeps its memory. The rest of the iteration is computed in it as well, so that an iteration takes what the
 larger half of it takes, as without a graph. What is allocated there lies where the graph writes: it must not be needed
 when the graph runs again. What lasts longer, such as momenta, has to be there before the graph is captured. So the
 first iteration runs eagerly; and when the graph is to run again after a step, it is checked once that nothing was left.
@@ -44,6 +44,10 @@ class Ascent:
                 return self._part.losses(z, labels, self._strong_convexity).sum()
 
         return perturbed if self._threat is None else climb(objective, clean, perturbed, self._threat)
+
+    def before(self, compute: Callable[[], None]) -> None:
+        """Compute something that precedes the attack, and of which nothing is kept."""
+        compute()
 
     def step(self, compute: Callable[[], Loss]) -> Loss:
         """Return the loss that follows the attack, and whose way back ends before the next one."""
@@ -91,6 +95,10 @@ class CapturedAscent(Ascent):
                 static.copy_(value)
             self._graph.replay()
             return self._batch[1]
+
+    def before(self, compute: Callable[[], None]) -> None:
+        with self._on_stream(), self._pool.used():
+            compute()
 
     def step(self, compute: Callable[[], Loss]) -> Loss:
         with self._on_stream(), self._pool.used():

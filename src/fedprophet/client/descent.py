@@ -68,7 +68,7 @@ def descend(task: Train | Distill, part: ModelPart, samples: int, loss_of: Calla
     It stops at the first loss that is not finite, and that is what is returned.
     """
     hyper = task.training
-    descent = Descent.of(part, hyper)
+    descent = Descent.of(part, hyper, begun=isinstance(task, Train) and task.memory > 0)
     total = 0.0
     for iteration, batch in enumerate(batches(samples, hyper.batch, hyper.iterations, task)):
         let_signals_through()
@@ -94,25 +94,28 @@ class Descent:
         hyper: LocalTraining,
         summed: Iterable[Tensor] = (),
         anchored: Iterable[Tensor] = (),
+        begun: bool = False,
     ) -> None:
         """Take over some parameters.
 
         The gradients of those that are `summed` are never forgotten; those that are `anchored` are drawn back to where
-        they are now, by the gradient μ (w − w₀) (FedProx; Li et al., 2020).
+        they are now, by the gradient μ (w − w₀) (FedProx; Li et al., 2020). With `begun`, momenta of zero are there
+        before the first step: side by side in memory, and not wherever the first gradients happen to lie.
         """
         self._hyper = hyper
         self._anchors = {id(parameter): parameter.detach().clone() for parameter in anchored}
-        self._momenta: dict[int, Tensor] = {}
+        momenta = parameters if begun and hyper.momentum else ()
+        self._momenta = {id(parameter): torch.zeros_like(parameter.detach()) for parameter in momenta}
         self._summed = {id(parameter) for parameter in summed}
         for parameter in parameters:
             parameter.grad = None
 
     @classmethod
-    def of(cls, part: ModelPart, hyper: LocalTraining) -> "Descent":
+    def of(cls, part: ModelPart, hyper: LocalTraining, begun: bool = False) -> "Descent":
         """Take over the parameters of a part, as its hyper-parameters say."""
         heads = part.head.parameters() if part.head is not None and hyper.summed_heads else ()
         anchored = part.shared_parameters() if hyper.proximal else ()
-        return cls(part.parameters(), hyper, summed=heads, anchored=anchored)
+        return cls(part.parameters(), hyper, summed=heads, anchored=anchored, begun=begun)
 
     @property
     def held(self) -> list[Tensor]:

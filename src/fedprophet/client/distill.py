@@ -5,12 +5,12 @@ from torch import Tensor
 
 from fedprophet.client.descent import Loss, descend, whole_loss
 from fedprophet.client.part import ModelPart
-from fedprophet.data.dataset import LocalExamples
+from fedprophet.data.dataset import Examples
 from fedprophet.messages.tasks import Distill
 from fedprophet.randomness import key, seed_global
 
 
-def distill(task: Distill, part: ModelPart, examples: LocalExamples) -> float:
+def distill(task: Distill, part: ModelPart, examples: Examples) -> float:
     """Train the part in place on the task's targets; return the mean loss of the iterations."""
     device = part.chain.device
 

@@ -39,7 +39,7 @@ class Client:
     @property
     def weight(self) -> float:
         """q_k before normalisation: the size of the client's shard."""
-        return float(len(self.data.train) + len(self.data.validation))
+        return float(self.data.size)
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Job(Generic[T_co]):
         """
         if not self.task.calibration:
             return None
-        labels = self.client.data.train.labels
+        labels = self.client.data.own.labels
         counts = torch.bincount(labels, minlength=self.workspace.classes).double() + self.task.calibration
         return (counts / counts.sum()).log().float()
 
@@ -177,14 +177,21 @@ class Job(Generic[T_co]):
         return Evaluated(**self.header, samples=samples, clean=clean, adversarial=adversarial, broken=broken)
 
     def refreshed(self: "Job[Refresh]", statistics: Mapping[str, Tensor]) -> Refreshed:
-        """Return statistics that were measured anew, weighted by the samples; where the task says so, store them."""
+        """Return statistics that were measured anew, weighted by the client's own samples; `keeps` stores them."""
         samples, keeps = len(self.client.data.train), self.task.keeps
         if keeps and samples and all(bool(torch.isfinite(value).all()) for value in statistics.values()):
             self.store(statistics)
         sent = {} if keeps else statistics
-        return Refreshed(**{**self.header, "weight": float(samples)}, samples=samples, statistics=sent)
+        return Refreshed(**self._header_of_training, samples=samples, statistics=sent)
 
     def measured(self: "Job[Measure]", magnitude: float) -> Measured:
-        """Return how far the attack moved the feature, weighted by the samples it was measured on."""
-        samples = len(self.client.data.train)
-        return Measured(**{**self.header, "weight": float(samples)}, samples=samples, magnitude=magnitude)
+        """Return how far the attack moved the feature, weighted by the client's own training samples."""
+        return Measured(**self._header_of_training, samples=len(self.client.data.train), magnitude=magnitude)
+
+    @property
+    def _header_of_training(self) -> dict[str, Any]:
+        """The same fields, of an answer about the client's training samples: the weight leaves held-out ones out.
+
+        Mirror images do not count either: a client's weight is never above the size of its shard.
+        """
+        return {**self.header, "weight": float(len(self.client.data.own))}

@@ -1,7 +1,8 @@
 """A limit on the memory that training takes: it ends with an error rather than exceed it.
 
 On a CPU every operation is followed (`cascade.measure.LiveBytes`), and the first whose tensors are too many is the
-last. On a GPU the allocator itself is given the limit, and what is not in training leaves the device.
+last. On a GPU the allocator itself is given a limit, with room for gaps between tensors; what was allocated is compared
+with the training's own when it is over; and what is not in training leaves the device.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from fedprophet.cascade.allocator import allocator_limit, ran_out
 from fedprophet.cascade.measure import LiveBytes, bytes_of, cuda_base
-from fedprophet.client.budget import LocalIteration
+from fedprophet.client.budget import SLACKS, LocalIteration
 from fedprophet.client.memory_plan import PLAIN, MemoryPlan
 from fedprophet.client.part import ModelPart
 from fedprophet.client.planning import Planner
@@ -23,21 +24,20 @@ from fedprophet.errors import BudgetError
 from fedprophet.messages.tasks import Train
 from fedprophet.sizes import format_size
 
+ROOM = SLACKS[0]
+"""Bytes that a GPU's allocator may hold beyond a limit: memory has other gaps than when the plan was tried.
+(Convolutions remember the workspaces that they had to do with then.)"""
 Exceeded = Callable[[int | None], BudgetError]
 """Returns the error for so many bytes; None where the allocator refused them."""
 
 
 @dataclass
 class Terms:
-    """How training is computed, to keep within its limit, and when it is over the bytes that it took at its peak.
-
-    On a GPU `ceiling` are the bytes that the allocator may hold: a little more, as what it keeps for later counts too.
-    """
+    """How training is computed, to keep within its limit, and when it is over the bytes that it took at its peak."""
 
     plan: MemoryPlan = PLAIN
     limit: int = 0
     peak: int = 0
-    ceiling: int | None = None
 
     def __str__(self) -> str:
         """Return the plan in words; nothing where there is no limit."""
@@ -66,15 +66,15 @@ def limited(
             planned = planner.cheapest(iteration, task.memory - _unpredicted(task, part, len(inputs), beside))
         except BudgetError as error:
             raise BudgetError(f"{who}: {error}") from None
-        terms = Terms(planned.plan, task.memory, ceiling=planned.ceiling)
+        terms = Terms(planned.plan, task.memory)
         with within(terms, part, beside, f"{who} ({part.layers}), trained by the plan {str(planned.plan)!r}"):
             yield terms
 
 
 def _unpredicted(task: Train, part: ModelPart, samples: int, beside: Sequence[Tensor]) -> int:
     """Return the bytes that training takes beside those of its prediction: a small part of them."""
-    # Samples have an order, and statistics are copied once more when they are swapped.
-    size = samples * torch.int64.itemsize + 2 * bytes_of(beside)
+    # Samples have an order, and statistics are copied one by one when they are swapped.
+    size = samples * torch.int64.itemsize + bytes_of(beside) + max((tensor.nbytes for tensor in beside), default=0)
     if part.prior is not None:
         size += (1 + 2 * task.training.batch) * part.prior.nbytes  # it is added to the scores
     if task.training.summed_heads and part.head is not None:
@@ -138,7 +138,7 @@ def _on_cuda(terms: Terms, device: torch.device, held: Sequence[Tensor], exceede
     others = cuda_base(device) - own
     torch.cuda.reset_peak_memory_stats(device)
     try:
-        with allocator_limit(device, (terms.ceiling or terms.limit) - own):
+        with allocator_limit(device, terms.limit + ROOM - own):
             yield
             torch.cuda.synchronize(device)
     except RuntimeError as error:

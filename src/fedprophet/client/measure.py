@@ -10,13 +10,13 @@ from fedprophet.attacks import ATTACKS
 from fedprophet.attacks.pgd import pgd
 from fedprophet.client.part import ModelPart
 from fedprophet.client.trainer import Inputs
-from fedprophet.data.dataset import LocalExamples
+from fedprophet.data.dataset import Examples
 from fedprophet.messages.tasks import Evaluate, Measure
 from fedprophet.randomness import generator, key
 
 
 def evaluate(
-    task: Evaluate, part: ModelPart, examples: LocalExamples, *, attacked: bool = True
+    task: Evaluate, part: ModelPart, examples: Examples, *, attacked: bool = True
 ) -> tuple[int, int, dict[str, int]]:
     """Return how many samples are right, how many are under attack, and how many each component of it newly broke."""
     device = part.chain.device

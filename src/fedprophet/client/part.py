@@ -12,7 +12,7 @@ from fedprophet.cascade.atoms import Chain
 from fedprophet.cascade.heads import Head
 from fedprophet.cascade.norms import norm_modules
 from fedprophet.cascade.trace import flags
-from fedprophet.data.dataset import LocalExamples
+from fedprophet.data.dataset import Examples
 from fedprophet.storage.mapped import empty_in_file
 
 
@@ -57,7 +57,7 @@ class ModelPart:
         scores: Tensor = features if self.head is None else self.head(features)
         return scores if self.prior is None else scores + self.prior
 
-    def run_over(self, examples: LocalExamples, batch: int) -> Tensor:
+    def run_over(self, examples: Examples, batch: int) -> Tensor:
         """Return z_m of every sample, in evaluation mode, `batch` samples at a time."""
         with torch.no_grad(), self.still():
             batches = torch.split(torch.arange(len(examples)), batch)
@@ -75,7 +75,7 @@ class ModelPart:
         own = [tensors[name] for name in (*self.chain.shared(*span), *self.chain.local(*span))]
         return own if self.head is None else [*own, *self.head.parameters()]
 
-    def run_into_file(self, examples: LocalExamples, batch: int) -> Tensor:
+    def run_into_file(self, examples: Examples, batch: int) -> Tensor:
         """Return z_m of every sample as `run_over` does, in a file instead of in memory, on the CPU."""
         samples = len(examples)
         with torch.no_grad(), self.still():

@@ -13,12 +13,12 @@ from fedprophet.cascade.atoms import Chain
 from fedprophet.cascade.norms import MEAN, VARIANCE, norm_modules
 from fedprophet.cascade.trace import flags
 from fedprophet.client.part import ModelPart
-from fedprophet.data.dataset import LocalExamples
+from fedprophet.data.dataset import Examples
 from fedprophet.messages.tasks import Refresh
 from fedprophet.randomness import generator
 
 
-def fresh_statistics(task: Refresh, part: ModelPart, written: Chain, examples: LocalExamples) -> dict[str, Tensor]:
+def fresh_statistics(task: Refresh, part: ModelPart, written: Chain, examples: Examples) -> dict[str, Tensor]:
     """Return mean and variance, channel by channel, of what norm layers of the part read; images may be attacked.
 
     With a `task.layer` that one is measured, behind layers as they are. Else it is all of the task's own, each behind

@@ -60,9 +60,13 @@ class TwoSets:
         return {**self._aside, **{ADVERSARIAL + name: value for name, value in self._live().items()}}
 
     def _swap(self) -> None:
-        live = self._live()
-        self._chain.load(self._aside)
-        self._aside = live
+        """Exchange the two sets in place, so that neither moves to other memory."""
+        tensors = self._chain.tensors
+        with torch.no_grad():
+            for name, aside in self._aside.items():
+                live = tensors[name].clone()
+                tensors[name].copy_(aside)
+                aside.copy_(live)
 
     def _live(self) -> dict[str, Tensor]:
         tensors = self._chain.tensors

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -60,7 +61,7 @@ def train(
 
     def loss_of(iteration: int, batch: Tensor) -> Loss:
         if observe is not None and not task.training.fixed_statistics:
-            observe(part, inputs[batch], plan)
+            ascend.before(partial(observe, part, inputs[batch], plan))
         x = perturb(task, part, inputs[batch], labels[batch], iteration, plan, ascend)
         seed_global(key(task.seed, "dropout", task.round, task.client, iteration))
         return ascend.step(lambda: training_loss(task.training, part, x, labels[batch], plan))

@@ -94,7 +94,7 @@ class TrainSettings(Section):
     proximal: float = Field(
         default=0.0,
         ge=0,
-        description="Weight of the squared distance to the parameters a client was sent (FedProx's μ).",
+        description="Weight of half the squared distance to the parameters a client was sent (FedProx's μ).",
     )
 
     @property
@@ -152,6 +152,9 @@ class NormSettings(Section):
 
     def conflicts(self, config: Any) -> Iterator[str]:
         yield from too_many_clients("norm.refresh_clients", self.refresh_clients, config)
+        minimum = config.aggregate.minimum
+        if self.refresh != "none" and isinstance(self.refresh_clients, int) and self.refresh_clients < minimum:
+            yield misfit("norm.refresh_clients", self.refresh_clients, f"at least aggregate.minimum = {minimum}")
         if self.refresh_after == "stage" and not self.shares_statistics:
             text = '"run", or "stage" with norm.layers = "shared" or "frozen" (else clients have their own statistics)'
             yield misfit("norm.refresh_after", self.refresh_after, text)
@@ -255,8 +258,8 @@ class AggregateSettings(Section):
     minimum: int = Field(
         default=1,
         ge=1,
-        description="Fewest usable updates that a round needs. With fewer, nothing is averaged, but the round still "
-        "counts.",
+        description="Fewest usable updates that a round needs, or measurements that norm.refresh needs. With fewer, "
+        "nothing is averaged, but the round still counts.",
     )
     sizes: Counts = Field(
         default_factory=list,

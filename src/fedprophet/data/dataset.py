@@ -4,6 +4,7 @@ import hashlib
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -116,6 +117,23 @@ class LocalExamples(_Labelled):
         return self._examples.fetch(self._indices[indices])
 
 
+class MirroredExamples(_Labelled):
+    """Some examples and, behind them, their mirror images: of n, position n + k shows example k flipped left to right.
+
+    Nothing is held twice: images are flipped when they are fetched.
+    """
+
+    def __init__(self, examples: Examples) -> None:
+        self._examples = examples
+        self._labels = torch.cat([examples.labels, examples.labels])
+
+    def fetch(self, indices: Tensor) -> Tensor:
+        mirrored = indices >= len(self._examples)
+        images = self._examples.fetch(torch.where(mirrored, indices - len(self._examples), indices))
+        images[mirrored] = images[mirrored].flip(-1)
+        return images
+
+
 class JoinedExamples(_Labelled):
     """Two sets of examples as one, the second after the first."""
 
@@ -133,10 +151,24 @@ class JoinedExamples(_Labelled):
 
 @dataclass(frozen=True)
 class ClientData:
-    """What one client sees: the examples it trains on, and its own held-out ones."""
+    """What one client sees: its own examples to train on, as they are or with their mirror images, and held-out ones.
 
-    train: LocalExamples
-    validation: LocalExamples
+    Mirror images are for training alone: how much a client counts, and which labels it has, its own examples say.
+    """
+
+    own: Examples
+    validation: Examples
+    mirrored: bool = False
+
+    @cached_property
+    def train(self) -> Examples:
+        """The examples that batches are drawn from."""
+        return MirroredExamples(self.own) if self.mirrored else self.own
+
+    @property
+    def size(self) -> int:
+        """The size of the client's shard."""
+        return len(self.own) + len(self.validation)
 
 
 @dataclass(frozen=True)

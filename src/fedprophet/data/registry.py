@@ -143,6 +143,12 @@ class DataSettings(Section):
     validation: float = Field(
         default=0.2, gt=0, lt=1, description="Share of each client's shard that it keeps for validation."
     )
+    mirror: bool = Field(
+        default=False,
+        description="Whether clients also train on the mirror images of their training images, flipped left to right. "
+        "For photographs: a mirrored digit is not that digit any more. Held-out, test and public images stay as they "
+        "are.",
+    )
 
     def conflicts(self, config: object) -> Iterator[str]:
         """Yield a line for each option that the dataset's loader does not have."""

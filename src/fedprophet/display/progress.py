@@ -132,7 +132,7 @@ def _troubles(record: Record) -> Iterator[str]:
         yield f"client {client} failed: {reason}"
     if "too_few" in record:
         few = record["too_few"]
-        yield f"{few['usable']} usable updates, fewer than aggregate.minimum = {few['minimum']}: nothing was averaged"
+        yield f"{few['usable']} usable answers, fewer than aggregate.minimum = {few['minimum']}: nothing was averaged"
     if "postponed" in record:
         yield f"no client measured module {record['postponed']['module']}, so it trains for another round"
     if "best_round" in record and record["best_round"] is None:

@@ -141,12 +141,13 @@ def _need(results: Mapping[str, Any]) -> str:
     whole, memory = results["whole_model_bytes"], results.get("memory")
     if "stages" in results:
         largest = max(row["memory_bytes"] for row in results["modules"])
-        need = f"A client needs {format_size(largest)} {'on paper ' if 'plans' in results else ''}to train "
+        how = "by the most economical plan " if results.get("memory_model") == "measured" else "on paper "
+        need = f"A client needs {format_size(largest)} {how if 'plans' in results else ''}to train "
         return need + (f"a module; the whole model would take {format_size(whole)}." if largest < whole else "it.")
     if memory is None:
         return f"Training the whole model takes {format_size(whole)}."
     least, peak = memory["least_bytes"], memory["peak_bytes"]
-    if least == peak == whole:
+    if memory.get("smallest_bytes", least) == peak == whole:  # earlier versions did not record the smallest
         swapping = "; where less was available, the simulated time includes swapping"
         return (
             f"Every client trained the whole model, which takes {format_size(whole)}"

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fedprophet.client.job import Job
-from fedprophet.data.dataset import LocalExamples
+from fedprophet.data.dataset import Examples
 from fedprophet.messages.tasks import Evaluate, ModelTask
 from fedprophet.storage.bounded import BoundedCache
 
@@ -36,7 +36,7 @@ class Inputs:
 
     def images(self, job: Job[ModelTask], split: Split = "train") -> Tensor:
         """Return the images of one split of a client's data."""
-        examples: LocalExamples = getattr(job.client.data, split)
+        examples: Examples = getattr(job.client.data, split)
 
         def fetch() -> Tensor:
             images = examples.fetch(torch.arange(len(examples))).to(self._device)
@@ -46,7 +46,7 @@ class Inputs:
 
     def labels(self, job: Job[ModelTask], split: Split = "train") -> Tensor:
         """Return the labels of these images."""
-        examples: LocalExamples = getattr(job.client.data, split)
+        examples: Examples = getattr(job.client.data, split)
         return self._get(("labels", job.task.client, split), lambda: examples.labels.to(self._device))
 
     def held_out(self, job: Job[Evaluate]) -> tuple[Tensor, Tensor]:

@@ -73,7 +73,7 @@ class Evaluated(Answer, kind="evaluate"):
 
 @dataclass(frozen=True, kw_only=True)
 class Measured(Answer, kind="measure"):
-    """The mean over `samples` of max ‖Δz‖₂. Its weight is the number of samples."""
+    """The mean over `samples` of max ‖Δz‖₂. Its weight is the number of the client's own training samples."""
 
     samples: int
     magnitude: float
@@ -81,7 +81,10 @@ class Measured(Answer, kind="measure"):
 
 @dataclass(frozen=True, kw_only=True)
 class Refreshed(Answer, kind="refresh"):
-    """Mean and variance of what norm layers read, over `samples`, by name. Its weight is the number of samples."""
+    """Mean and variance of what norm layers read, over `samples`, by name.
+
+    Its weight is the number of the client's own training samples.
+    """
 
     samples: int
     statistics: Mapping[str, Tensor] = field(default_factory=dict, repr=False)

@@ -113,7 +113,8 @@ class Method(ABC, Generic[S]):
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.norm_layers = type(self).norm_layers.format(averaged=world.aggregator.averaged)
+        pooled = ", variances pooled" if world.aggregator.pools else ""
+        self.norm_layers = type(self).norm_layers.format(averaged=world.aggregator.averaged + pooled)
         norm = world.config.norm
         hidden = hidden_norm_layers(world.chain) if norm.refresh != "none" or norm.layers == "frozen" else ()
         if hidden:
@@ -139,6 +140,10 @@ class Method(ABC, Generic[S]):
     @abstractmethod
     def training_round(self, state: S) -> Conversation[tuple[S, Record]]:
         """Play one round of training; return the next state and the round's line for the journal."""
+
+    def fits(self, state: S) -> bool:
+        """Whether a state can be of this model as it is cut here; its parameters are known to be the model's."""
+        return True
 
     @abstractmethod
     def trained(self, state: S) -> bool:

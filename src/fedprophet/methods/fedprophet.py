@@ -14,6 +14,7 @@ from fedprophet.config.sections import too_many_clients
 from fedprophet.errors import TrainingError
 from fedprophet.fleet.clock import training_times
 from fedprophet.messages.answers import Measured, Trained
+from fedprophet.messages.modules import digest
 from fedprophet.messages.tasks import Evaluate, Measure, Refresh, Train
 from fedprophet.messages.values import FrozenModule
 from fedprophet.methods.base import Method, MethodState, ModelFields
@@ -101,6 +102,18 @@ class FedProphet(Method[CascadeState]):
         model, heads, layers = self.world.initial_model(), initial_heads(self.world), self.world.starting_layers()
         return CascadeState(
             model=model, best_model=model, heads=heads, best_heads=heads, starting=layers, best_starting=layers
+        )
+
+    def fits(self, state: CascadeState) -> bool:
+        """Whether a state's heads and its fixed modules are those of the modules here."""
+        modules, shapes = self.world.modules, {name: head.shape for name, head in initial_heads(self.world).items()}
+        return (
+            {name: head.shape for name, head in state.heads.items()} == shapes
+            and state.stage == len(state.fixed) <= len(modules)
+            and all(
+                digest(self._parameters(state, module.first, module.last)) == done.digest
+                for module, done in zip(modules, state.fixed, strict=False)
+            )
         )
 
     def poorest(self) -> Iterator[tuple[str, int]]:

@@ -59,7 +59,7 @@ def refresh_task(method: "Method[S]", state: S, model: Parameters) -> Refresh:
 def renewed(world: World, template: Refresh, record: Record) -> Conversation[Parameters]:
     """Return the statistics of the template's own atoms as clients find them, all at once or layer after layer.
 
-    A layer that nobody measures keeps its statistics.
+    A layer that too few measure keeps its statistics.
     """
     layers = norm_modules(world.chain, template.first, template.last)
     passes = list(layers) if world.config.norm.refresh_layers == "in-turn" or not layers else [""]
@@ -71,7 +71,7 @@ def renewed(world: World, template: Refresh, record: Record) -> Conversation[Par
         tasks = [replace(task, client=client) for client in _clients(world, task.round)]
         answers = yield from ask(tasks, Refreshed)
         sent = list(_sound(world, answers, before, record))
-        if sent:
+        if world.aggregator.enough(len(sent), record):
             fresh = {**fresh, **world.aggregator.pooled(before, sent)}
     record["refreshed"] = sorted(fresh)
     return fresh

@@ -1,4 +1,4 @@
-"""The modules that a run was begun with, as setup.json names them.
+"""The modules that a run was begun with, as setup.json names them and, when the run is over, results.json.
 
 Where modules are cut by what training is predicted to take, another version may cut others. A run goes on with its own.
 """
@@ -34,13 +34,17 @@ class RecordedModules:
 
 
 def recorded_modules(files: RunFiles) -> RecordedModules | None:
-    """Return the modules that a run's folder names; None where it names none, or its file is damaged."""
+    """Return the modules that a run's folder names; None where it names none, or its files are damaged."""
+    return next(filter(None, map(_read, (files.setup, files.results))), None)
+
+
+def _read(file: Path) -> RecordedModules | None:
     try:
-        table = read_json(files.setup) if files.setup.exists() else {}
+        table = read_json(file) if file.exists() else {}
         atoms = tuple(tuple(map(str, row["atoms"])) for row in table["modules"])
     except (CheckpointError, LookupError, TypeError):
         return None
-    return RecordedModules(atoms, files.setup, _versions(table))
+    return RecordedModules(atoms, file, _versions(table))
 
 
 def _versions(table: Mapping[str, Any]) -> str:

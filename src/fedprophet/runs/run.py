@@ -135,16 +135,23 @@ def expect_run(path: Path) -> None:
         raise CheckpointError(f"there is no run in {path}: it has no config.toml. Start one with: fedprophet train")
 
 
-def _expect_fitting(state: MethodState, session: Session, where: str) -> None:
-    """Refuse a state that is whole and yet none of this run's: its model is another, or no round can begin with it."""
-    method = session.method
-    ours = _kinds(method.initial().model)
-    try:
-        fits = _kinds(state.model) == _kinds(state.best_model) == ours
-        if fits and not method.finished(state):
-            next(method.round(state))
-    except (LookupError, TypeError, ValueError, ArithmeticError):
-        fits = False
+def _expect_fitting(state: MethodState, session: Session, where: str, files: RunFiles, recorded: bool) -> None:
+    """Refuse a state that is whole and yet none of this run's: its model is another, or no round can begin with it.
+
+    So is a state of other modules, which is nobody's fault where no record says how the model was cut.
+    """
+    method, fits, other_modules = session.method, False, False
+    with suppress(LookupError, TypeError, ValueError, ArithmeticError):
+        if _kinds(state.model) == _kinds(state.best_model) == _kinds(method.initial().model):
+            other_modules = not method.fits(state)
+            if not other_modules and not method.finished(state):
+                next(method.round(state))
+            fits = not other_modules
+    if other_modules and not recorded:
+        raise CheckpointError(
+            f"{where} has other modules than this version cuts, and {files.setup}, which names them, is lost or "
+            "damaged. Put it back from a copy, or go on with the version that began the run"
+        )
     if not fits:
         raise CheckpointError(f"{where} does not fit this run: it was changed by hand. Put it back from a copy")
 
@@ -181,6 +188,6 @@ def _opened(
         session.layers.expect({})
         return Run(files, session, session.method.initial(), (*session.notes, *_without_checkpoints(files)))
     state, number, notes, known = checkpoints.load(session.method.state, round)
-    _expect_fitting(state, session, f"the checkpoint of round {number} in {path}")
+    _expect_fitting(state, session, f"the checkpoint of round {number} in {path}", files, recorded is not None)
     more = check_folder(files, session.layers, known, to_read) if known else [NOT_CHECKED]
     return Run(files, session, state, (*session.notes, *notes, *more), contents=known)

@@ -45,6 +45,8 @@ from fedprophet.storage.mapped import copied_to_file, files_in_memory
 CACHE_MEMORY = 2 * 10**9
 CACHE_DISK = 20 * 10**9
 LAYERS_MEMORY = 500 * 10**6
+LEFT_AND_RIGHT = 3
+"""The axes that data needs to have mirror images: channels, height, width."""
 LESS_MEMORY = (
     "Choose a smaller model (model.name, model.options), a smaller dataset or fewer clients (population.clients)"
 )
@@ -216,6 +218,11 @@ def load_dataset(config: Config, given: Dataset | None = None) -> Dataset:
 def _population(config: Config, dataset: Dataset, distills: bool) -> Population:
     with _about("fleet.pool"):
         pool = load_pool(config.fleet.pool)
+    if config.data.mirror and len(dataset.shape) < LEFT_AND_RIGHT:
+        raise ConfigError(
+            f"data.mirror: the data are of shape {dataset.shape}, and only images, which have channels, height and "
+            "width, have mirror images. Leave it false"
+        )
     return Population(
         dataset,
         config.shards,
@@ -224,6 +231,7 @@ def _population(config: Config, dataset: Dataset, distills: bool) -> Population:
         config.population.clients,
         fleet=config.fleet,
         validation=config.data.validation,
+        mirror=config.data.mirror,
         public=config.of(DistillationSettings).public_samples(len(dataset.test)) if distills else 0,
     )
 

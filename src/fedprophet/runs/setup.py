@@ -7,6 +7,7 @@ goes on has the modules that it names (`runs.recorded`).
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from fedprophet.client.budget import MeasuredCost
 from fedprophet.errors import CheckpointError
 from fedprophet.machine import describe
 from fedprophet.runs.engine_history import CUDA
@@ -46,9 +47,10 @@ def note_setup(run: Run) -> None:
 
 
 def module_rows(session: Session) -> dict[str, Any]:
-    """Return the modules and the memory of each, beside the budget and the whole model."""
+    """Return the modules and the memory of each, beside the budget and the whole model, and how it was counted."""
     atoms = session.world.cost.atoms
     return {
+        "memory_model": "measured" if isinstance(session.world.cost, MeasuredCost) else "paper",
         "budget_bytes": session.budget,
         "whole_model_bytes": session.world.cost.total_memory,
         "modules": [

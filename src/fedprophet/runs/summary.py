@@ -81,13 +81,14 @@ def training_memory(records: Iterable[Record]) -> dict[str, int] | None:
     """Return the bytes that clients' training takes in the cost model; None if the journal does not say.
 
     `least_bytes` is what a device needs to do the smallest task of every round: the largest, over the rounds, of each
-    round's smallest task. `peak_bytes` is the largest task of all.
+    round's smallest task. `smallest_bytes` and `peak_bytes` are the smallest and the largest task of all.
     """
     rounds = [record["times"].values() for record in records if record.get("times")]
     if not rounds or not all("memory_bytes" in time for times in rounds for time in times):
         return None
     sizes = [[time["memory_bytes"] for time in times] for times in rounds]
-    return {"least_bytes": max(map(min, sizes)), "peak_bytes": max(map(max, sizes))}
+    smallest = [min(round_sizes) for round_sizes in sizes]
+    return {"smallest_bytes": min(smallest), "least_bytes": max(smallest), "peak_bytes": max(map(max, sizes))}
 
 
 def plans_taken(records: Iterable[Record]) -> dict[str, Any] | None:

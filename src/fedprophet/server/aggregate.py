@@ -89,11 +89,13 @@ class Aggregator:
         usable = [(task, weighed[task.client]) for task, _ in sound]
         losses = [(update.weight, (update.loss,)) for _, update in usable]
         record["loss"] = self.join_numbers(losses)[0] if losses else None
-        if len(usable) >= self.minimum:
-            return usable
-        if self.minimum > 1:
-            record["too_few"] = {"usable": len(usable), "minimum": self.minimum}
-        return []
+        return usable if self.enough(len(usable), record) else []
+
+    def enough(self, usable: int, record: Record) -> bool:
+        """Whether so many usable answers may be joined; note it where they are too few."""
+        if 1 < self.minimum > usable:
+            record["too_few"] = {"usable": usable, "minimum": self.minimum}
+        return usable >= self.minimum
 
 
 def split_usable(
