@@ -396,3 +396,8 @@ def test_notes_on_samples_versions_attacks_and_memory(write_run, tmp_path):
 def test_keys_that_only_one_method_reads_are_no_difference_between_methods(write_run):
     setting = compare([write_run("a", "jfat"), write_run("b", "fedprophet"), write_run("c", "fedet")]).settings[0]
     assert not [note for note in setting_notes(setting) if "perturbation." in note or "distillation." in note]
+
+
+def test_mirror_images_make_a_row_of_their_own(write_run):
+    paths = [write_run("a", "jfat"), write_run("b", "jfat", "data.mirror=true")]
+    assert labels(only(compare(paths))) == ["jFAT (data.mirror=false)", "jFAT (data.mirror=true)"]

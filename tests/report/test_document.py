@@ -6,10 +6,12 @@ from dataclasses import asdict
 import pytest
 
 from fedprophet.errors import CheckpointError
-from fedprophet.report import document
-from fedprophet.report.document import Assignment, Bars, Cascade, Curve, Faults, Reason, Steps, report_of
+from fedprophet.report import rounds, sums
+from fedprophet.report.document import Cascade, report_of
 from fedprophet.report.enforced import EnforcedMemory, MeasuredPart
 from fedprophet.report.facts import Fact
+from fedprophet.report.rounds import Assignment, Curve, Steps
+from fedprophet.report.sums import Bars, Faults, Reason
 from fedprophet.storage.locks import folder_lock
 
 
@@ -95,7 +97,7 @@ def test_who_trained_what(write_cascade):
 
 
 def test_many_clients_are_cut_and_counted(write_cascade, monkeypatch):
-    monkeypatch.setattr(document, "MOST_CLIENTS", 2)
+    monkeypatch.setattr(rounds, "MOST_CLIENTS", 2)
     found = only(write_cascade("run")).assignment
     assert (found.clients, found.left_out, found.never) == ((0, 3), 1, 5)
 
@@ -104,14 +106,14 @@ def test_time_and_its_bars(write_cascade, monkeypatch):
     run = only(write_cascade("run"))
     assert (run.time.computation, run.time.access, run.time.communication) == (13, 20, 11)
     assert run.time.rounds == Bars(1, (1, 2, 3, 4), {"computation": (1, 4, 3, 5), "access": (10, 4, 1, 5)})
-    monkeypatch.setattr(document, "MOST_BARS", 2)
+    monkeypatch.setattr(sums, "MOST_BARS", 2)
     bars = only(write_cascade("other")).time.rounds
     assert bars == Bars(2, (1, 3), {"computation": (5, 8), "access": (14, 6)})
 
 
 def test_a_long_curve_is_thinned_but_keeps_what_happens(write_run, monkeypatch):
     """Of ten points every fifth is kept, the last, and the best under attack, which is that of round 4."""
-    monkeypatch.setattr(document, "MOST_POINTS", 2)
+    monkeypatch.setattr(rounds, "MOST_POINTS", 2)
     values = [0.1, 0.2, 0.3, 0.9, 0.4, 0.4, 0.4, 0.4, 0.4, 0.5]
     notes = [{"clean": 0.5, "adversarial": value, "samples": 9} for value in values]
     run = only(write_run("run", rounds=[[(1, 1, 1, 1)]] * 10, notes=notes))
@@ -129,7 +131,7 @@ def test_bytes_on_the_wire(write_run):
 
 
 def test_lost_answers_by_reason_the_most_frequent_first(write_run, monkeypatch):
-    monkeypatch.setattr(document, "MOST_REASONS", 2)
+    monkeypatch.setattr(sums, "MOST_REASONS", 2)
     notes = [
         {"dropped": {"1": "rare", "2": "often"}, "missing": {"train": [4]}},
         {"dropped": {"3": "often"}, "faults": {"4": "it hung"}},

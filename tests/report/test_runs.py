@@ -253,7 +253,7 @@ def test_a_real_run_says_what_its_summary_says(tiny, tmp_path, method):
             name: cell["accuracy"] for name, cell in results[kind].items()
         }
     assert (run.best.round, run.last.round) == (results["best"]["round"], results["last"]["round"])
-    assert {"least_bytes": run.memory.least, "peak_bytes": run.memory.peak} == results["memory"]
+    assert {"least_bytes": run.memory.least, "peak_bytes": run.memory.peak}.items() <= results["memory"].items()
     assert run.norm_layers == results["norm_layers"]
     modules = [module["memory_bytes"] for module in results["modules"]]
     assert run.memory.peak <= results["whole_model_bytes"]
