@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 
 .PHONY: run test test-all coverage lint docs format types check clean help
 
-run: $(READY)  ## train on scikit-learn's digits (under three minutes on two cores)
+run: $(READY)  ## train on scikit-learn's digits (about three minutes on two cores)
 	$(BIN)/fedprophet train $(ARGS)
 
 test: $(READY)  ## the quick tests (about five minutes on two cores)

@@ -3,9 +3,9 @@
     python benchmarks/digits.py --seeds 3 --out benchmarks/results     # about 40 minutes on two cores
     python benchmarks/digits.py --seeds 1 --rounds 2                   # a minute, to see that it works
 
-Each variant is the `digits` preset with the paper's norm layers and labels and a few keys changed; each run uses one
-thread, so that `--workers 2` fills two cores. The table shows means over seeds, the PGD accuracy at the end of each
-stage, and the spread between seeds.
+Each variant is the `digits` preset with the paper's norm layers and labels, 12 iterations and a few keys changed; each
+run uses one thread, so that `--workers 2` fills two cores. The table shows means over seeds, the PGD accuracy at the
+end of each stage, and the spread between seeds.
 """
 
 import argparse
@@ -92,7 +92,7 @@ def header(command: str, seeds: int, rounds: int) -> str:
     preset = fedprophet.load_config("digits")
     return (
         f"# Digits\n\n{measured(command)}\n\n"
-        f"Preset `digits` with the paper's norm layers and labels: eps {preset.attack.radius}, at most {rounds} rounds "
+        f"Preset `digits` with {', '.join(PAPER)}: eps {preset.attack.radius}, at most {rounds} rounds "
         f"per stage, seeds 0 … {seeds - 1}. "
         "Accuracies in %, mean ± standard deviation over seeds; personalised on all clients' held-out images (about "
         "285), global on 360 test images.\n"

@@ -3,8 +3,8 @@
     python benchmarks/methods.py --seeds 3 --out benchmarks/results    # about half an hour on two cores
     python benchmarks/methods.py --seeds 1 --rounds 2                  # a minute, to see that it works
 
-Each run is the `digits` preset with the paper's norm layers and labels and its method's own number of rounds, and uses
-one thread, so that `--workers 2` fills two cores. The table is that of `fedprophet compare`.
+Each run is the `digits` preset with the paper's norm layers and labels, 12 iterations and its method's own number of
+rounds, and uses one thread, so that `--workers 2` fills two cores. The table is that of `fedprophet compare`.
 """
 
 import argparse

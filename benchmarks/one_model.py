@@ -2,12 +2,15 @@
 
     python benchmarks/one_model.py --seeds 3                          # hours on two cores; goes on where it stopped
     python benchmarks/one_model.py --methods jfat --choices shared "shared, calibrated"
+    python benchmarks/one_model.py --seeds 2 --choices all            # also those that begin with the paper's settings
+    python benchmarks/one_model.py --seeds 3 --out FOLDER             # what is missing here, measured elsewhere
     python benchmarks/one_model.py --table                            # the table again, from what was measured
     python benchmarks/one_model.py --table --merge FILE.json          # with what was measured elsewhere
 
-Each run is the `digits` preset with the keys of its choice, on one thread. What was measured is kept in one-model.json,
-with the machine it was measured on, and is not measured again. A run is there as soon as it is finished: Ctrl-C costs
-those that are going on.
+Each run is the `digits` preset with the keys of its choice, on one thread: all methods as the preset is, and FedProphet
+with changes of that; choices that begin with the paper's settings are played where they are named. What was measured is
+kept in one-model.json, with the machine it was measured on, and is not measured again; a new folder begins with what
+is stored here. A run is there as soon as it is finished: Ctrl-C costs those that are going on.
 """
 
 import argparse
@@ -40,8 +43,8 @@ Row = dict[str, Any]
 Job = tuple[str, str, int]
 """The method, the choice and the seed of a run, of which there is one row at most."""
 CALIBRATED, SHARED, ATTACKED = "train.calibration=labels", "norm.layers=shared", "norm.refresh=attacked"
-RAMP, LONGER = "attack.ramp=30%", "train.iterations=24"
-CHOICES: dict[str, list[str]] = {
+ALPHA, RAMP = "perturbation.start=0.7", "attack.ramp=30%"
+FROM_PAPER: dict[str, list[str]] = {
     "local": [],
     "local, statistics refreshed": [ATTACKED],
     "local, calibrated": [CALIBRATED],
@@ -56,13 +59,26 @@ CHOICES: dict[str, list[str]] = {
     "shared, calibrated, smoothing 10": [SHARED, CALIBRATED, "train.smoothing=10.0"],
     "shared, calibrated, FedProx 0.01": [SHARED, CALIBRATED, "train.proximal=0.01"],
     "local, newcomers average": ["norm.newcomers=average"],
-    "shared, calibrated, alpha from 0.7": [SHARED, CALIBRATED, "perturbation.start=0.7"],
-    "shared, calibrated, alpha from 0.7, refreshed": [SHARED, CALIBRATED, "perturbation.start=0.7", ATTACKED],
-    "shared, calibrated, alpha from 0.7, growing attack": [SHARED, CALIBRATED, "perturbation.start=0.7", RAMP],
+    "shared, calibrated, alpha from 0.7": [SHARED, CALIBRATED, ALPHA],
+    "shared, calibrated, alpha from 0.7, refreshed": [SHARED, CALIBRATED, ALPHA, ATTACKED],
+    "shared, calibrated, alpha from 0.7, growing attack": [SHARED, CALIBRATED, ALPHA, RAMP],
     "shared, calibrated, growing attack": [SHARED, CALIBRATED, RAMP],
-    "shared, calibrated, alpha from 0.7, 24 iterations": [SHARED, CALIBRATED, "perturbation.start=0.7", LONGER],
 }
-"""What differs from the paper's settings: norm layers with the clients, plain labels."""
+"""What differs from the paper's settings: norm layers with the clients, plain labels, 12 iterations."""
+DEFAULT = "as the preset is"
+FROM_PRESET: dict[str, list[str]] = {
+    DEFAULT: [],
+    "preset, 36 iterations": ["train.iterations=36"],
+    "preset, 36 iterations, rate 0.05": ["train.iterations=36", "train.learning_rate=0.05"],
+    "preset, 48 iterations, rate 0.04": ["train.iterations=48", "train.learning_rate=0.04"],
+    "preset, refreshed": [ATTACKED],
+    "preset, frozen": ["norm.layers=frozen"],
+    "preset, smoothing 10": ["train.smoothing=10.0"],
+}
+"""What differs from the preset, which has its methods' own keys: shared norm layers, calibrated labels, alpha from 0.7,
+24 iterations. Only FedProphet is measured with changes."""
+CHOICES = {**{name: [*PAPER, *keys] for name, keys in FROM_PAPER.items()}, **FROM_PRESET}
+STORED = Path(__file__).parent / "results" / "one-model.json"
 KINDS = ("personalised", "uncalibrated", "global")
 ATTACKS = ("clean", "pgd20")
 STOPPED = 130
@@ -70,15 +86,18 @@ STOPPED = 130
 
 
 def makes_sense(method: str, choice: str) -> bool:
-    """Whether a method has the choice: FedRBN's statistics stay with the clients, and only a cascade has an alpha."""
-    if "alpha" in choice and not METHODS[method].cascade:
+    """Whether a method has the choice: FedRBN's statistics stay with the clients, and only a cascade has an alpha.
+
+    Changes of the preset are FedProphet's alone.
+    """
+    if ("alpha" in choice or choice in FROM_PRESET.keys() - {DEFAULT}) and not METHODS[method].cascade:
         return False
     return method != "fedrbn" or not choice.startswith(("shared", "frozen"))
 
 
 def run(method: str, choice: str, seed: int) -> Row:
     """Train once and return what it reached."""
-    overrides = [*PAPER, *CHOICES[choice], f"method={method}", f"seed={seed}", "threads=1", "engine=workers"]
+    overrides = [*CHOICES[choice], f"method={method}", f"seed={seed}", "threads=1", "engine=workers"]
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         results = fedprophet.train("digits", overrides=overrides, out=Path(folder) / "run").results
@@ -131,8 +150,10 @@ def page(rows: list[Row], methods: list[str]) -> str:
     return (
         "# One model for everyone: digits\n\n`python benchmarks/one_model.py`, one thread per run, engine `workers`. "
         "Clean / PGD-20 in %, mean ± standard deviation over the seeds that were run. Personalised and uncalibrated "
-        "on all clients' held-out images (about 285), global on 360 test images. Every row is the `digits` preset with "
-        "the paper's norm layers and labels and alpha from 0.5, changed as the row says.\n\n"
+        "on all clients' held-out images (about 285), global on 360 test images. The preset `digits` has shared norm "
+        "layers (FedRBN: local statistics), calibrated labels, alpha from 0.7 and 24 iterations; HeteroFL, FedDrop and "
+        "FedRolex refresh statistics. Rows that do not name the preset are it with the paper's norm layers and labels, "
+        "alpha from 0.5 and 12 iterations, changed as the row says.\n\n"
         f"{listed}\n{table(rows, methods)}\n"
     )
 
@@ -236,7 +257,7 @@ def arguments_of(words: Sequence[str] | None, names: Sequence[str]) -> argparse.
     """Return what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", nargs="*", choices=names, default=names)
-    parser.add_argument("--choices", nargs="*", choices=list(CHOICES), default=list(CHOICES))
+    parser.add_argument("--choices", nargs="*", choices=[*CHOICES, "all"], default=list(FROM_PRESET))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--table", action="store_true", help="run nothing, write the table again")
@@ -248,8 +269,11 @@ def arguments_of(words: Sequence[str] | None, names: Sequence[str]) -> argparse.
         metavar="FILE",
         help="first add the rows that are missing here",
     )
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    return parser.parse_args(words)
+    parser.add_argument("--out", type=Path, default=STORED.parent)
+    arguments = parser.parse_args(words)
+    if "all" in arguments.choices:
+        arguments.choices = list(CHOICES)
+    return arguments
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -258,7 +282,7 @@ def main(words: Sequence[str] | None = None) -> int:
     arguments = arguments_of(words, names)
     file = arguments.out / "one-model.json"
     try:
-        rows = read(file) if file.exists() else []
+        rows = next((read(known) for known in (file, STORED) if known.exists()), [])
         for other in arguments.merge:
             before, rows = len(rows), merged(rows, read(other))
             print(f"{other}: {counted(len(rows) - before, 'row')} added")

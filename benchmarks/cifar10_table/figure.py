@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # Matplotlib is an extra and slow to import: it is loaded onl
 
 # Okabe and Ito's colours, which people with any kind of colour blindness can tell apart; yellow is too light for lines.
 COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C564B", "#7F7F7F")
+STYLES = [(colour, dashes) for dashes in ("-", "--") for colour in COLOURS]
 MEASURES = {"clean": "clean accuracy", "adversarial": "accuracy under PGD-20"}
 CIRCLES = "circles: the round that a module was kept at"
 WIDTH, HEIGHT, LABEL_GAP = 11.0, 3.5, 0.062
@@ -66,15 +67,15 @@ def figure(kept: Kept) -> bytes:
 def draw_rows(axes: "Axes", rows: Sequence[Row], kept: Kept, measure: str) -> None:
     """Draw the runs of some rows: a colour for each row, a thin line for each seed, its name at the end."""
     ends: dict[str, tuple[float, float, str]] = {}
-    for colour, row in zip(COLOURS, rows, strict=False):
+    played = [row for row in rows if any(cell.name in kept for cell in row.cells)]
+    for (colour, dashes), row in zip(STYLES[: len(played)], played, strict=True):
         curves = [curve_of(kept[cell.name], measure) for cell in row.cells if cell.name in kept]
-        if not curves:
-            continue
         for number, curve in enumerate(curves):
-            axes.plot(curve.rounds, curve.values, color=colour, lw=0.9 if len(curves) == 1 else 0.6, alpha=0.85)
+            width = 0.9 if len(curves) == 1 else 0.6
+            axes.plot(curve.rounds, curve.values, color=colour, ls=dashes, lw=width, alpha=0.85)
             draw_stages(axes, curve, colour, numbered=number == 0)
         title = row.title if len(curves) == 1 else f"{row.title}, {len(curves)} seeds"
-        last = [value for curve in curves for value in curve.values[-10:]]
+        last = [value for curve in curves for value in curve.values[-max(1, len(curve.values) // 20) :]]
         ends[title] = (max(curve.rounds[-1] for curve in curves), sum(last) / len(last), colour)
     if any(METHODS[row.method].cascade and row.title in title for row in rows for title in ends):
         axes.text(0.99, 0.03, CIRCLES, transform=axes.transAxes, ha="right", fontsize=7.5, color=PALE)

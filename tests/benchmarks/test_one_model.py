@@ -12,10 +12,14 @@ from typing import Any
 
 import one_model
 import pytest
+from machine import PAPER
 
+from fedprophet.config.load import load_config
 from fedprophet.errors import TrainingError
+from fedprophet.methods import METHODS
 
 PROGRAM = Path(one_model.__file__)
+SMALL = ("heterofl", "feddrop", "fedrolex")
 
 
 def row(method: str, choice: str, seed: int, clean: float = 0.9) -> dict[str, Any]:
@@ -30,12 +34,53 @@ def called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int
     monkeypatch.setattr(one_model, "ProcessPoolExecutor", ThreadPoolExecutor)
     monkeypatch.setattr(one_model, "active_children", list)
     monkeypatch.setattr(one_model, "run", row)
+    monkeypatch.setattr(one_model, "STORED", tmp_path / "stored.json")
     return lambda *words: one_model.main([*words, "--out", str(tmp_path)])
 
 
 def measured(folder: Path) -> list[tuple[str, str, int]]:
     file = folder / "one-model.json"
     return [one_model.job_of(row) for row in json.loads(file.read_text())] if file.exists() else []
+
+
+def config(method: str, *keys: str) -> dict[str, Any]:
+    return load_config("digits", overrides=[*keys, f"method={method}"]).model_dump()
+
+
+def test_names_of_choices_keep_their_meaning_whatever_the_preset_is():
+    paper = config("fedprophet", *one_model.CHOICES["local"])
+    assert paper["norm"]["layers"] == "local"
+    assert paper["norm"]["refresh"] == "none"
+    assert (paper["train"]["calibration"], paper["train"]["iterations"]) == ("none", 12)
+    assert paper["perturbation"]["start"] == 0.5
+    alpha = config("fedprophet", *one_model.CHOICES["shared, calibrated, alpha from 0.7"])
+    assert (alpha["norm"]["layers"], alpha["train"]["calibration"]) == ("shared", "labels")
+    assert (alpha["train"]["iterations"], alpha["perturbation"]["start"]) == (12, 0.7)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_preset_is_still_what_was_measured_under_its_name(method):
+    """Where this fails, rows of the preset's name in one-model.json need a name that says what they were."""
+    layers = "norm.layers=statistics-local" if method == "fedrbn" else one_model.SHARED
+    longer = [layers, one_model.CALIBRATED, one_model.ALPHA, "train.iterations=24"]
+    refreshed = [one_model.ATTACKED] if method in SMALL else []
+    assert config(method, *one_model.CHOICES[one_model.DEFAULT]) == config(method, *PAPER, *longer, *refreshed)
+
+
+def test_without_choices_all_methods_have_the_preset_and_fedprophet_changes_of_it(called, tmp_path):
+    assert called("--seeds", "1", "--workers", "1") == 0
+    default, *changes = one_model.FROM_PRESET
+    methods = ("jfat", "feddf", "fedet", "heterofl", "feddrop", "fedrolex", "fedrbn", "fedprophet")
+    assert measured(tmp_path)[:8] == [(method, default, 0) for method in methods]
+    assert measured(tmp_path)[8:] == [("fedprophet", change, 0) for change in changes]
+
+
+def test_a_new_folder_begins_with_what_is_stored(called, tmp_path, capsys):
+    (tmp_path / "stored.json").write_text(json.dumps([row("jfat", "local", 0)]))
+    assert called("--methods", "jfat", "--choices", "local", "--seeds", "2") == 0
+    assert capsys.readouterr().out.startswith("1 of 1: jFAT, local, seed 1: ")
+    assert measured(tmp_path) == [("jfat", "local", 0), ("jfat", "local", 1)]
+    assert len(json.loads((tmp_path / "stored.json").read_text())) == 1
 
 
 def test_a_run_is_saved_when_it_is_finished_whatever_the_order(called, tmp_path, monkeypatch, wait_until, capsys):
@@ -117,7 +162,9 @@ def test_what_is_no_such_file_is_refused(called, tmp_path, capsys, content, what
 def test_a_signal_to_the_program_alone_ends_its_runs(tmp_path, wait_until):
     words = ["--methods", "jfat", "--choices", "local", "shared", "statistics local", "--seeds", "1"]
     command = [sys.executable, str(PROGRAM), *words, "--out", str(tmp_path / "out")]
-    (tmp_path / "runs").mkdir()
+    for name in ("out", "runs"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "out" / "one-model.json").write_text("[]")  # or it would begin with what is stored
     places = {**os.environ, "TMPDIR": str(tmp_path / "runs")}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **pipes, env=places, start_new_session=True) as program:
