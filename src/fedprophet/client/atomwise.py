@@ -4,33 +4,26 @@ Only the inputs of the atoms are kept. On the way back each atom runs once more,
 their gradients are complete, and these are forgotten. That is recomputation (Chen et al., 2016), and exact, unless the
 inputs are kept in bfloat16: then the way back sees them rounded.
 
-An atom may also see its batch in pieces. Convolutions do not mind; batch norm needs the statistics of the whole batch,
-so its mean and variance are gathered from all pieces before any is normalised, and the sums of its gradient before any
-is passed on. With x̂ = (x − mean)/σ and the gradient g at the layer's output,
-
-    ∂L/∂x = γ/σ · (g − mean(g) − x̂ · mean(g · x̂)),
-
-where all means are over the batch. Each norm layer in an atom costs one more pass in either direction.
+An atom may also see its batch in pieces. Convolutions do not mind; batch norms need the statistics of the whole batch
+(`client.pooled_norms`), and each of them costs one more pass in either direction.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedprophet.cascade.atoms import Atom
 from fedprophet.cascade.measure import predicting, repeated
 from fedprophet.cascade.trace import TracedProgram, is_constant
 from fedprophet.client.part import ModelPart
+from fedprophet.client.pooled_norms import EnoughError, Moments, PooledNorm, PooledNorms
 
 Descend = Callable[[Iterable[nn.Parameter]], None]
 
@@ -146,7 +139,7 @@ class _PiecewiseRun(_AtomRun):
     def __init__(self, atom: Atom, x: Tensor, piece: int) -> None:
         super().__init__(atom, x)
         self._piece = piece
-        self._norms: list[_Norm] = []
+        self._norms: list[PooledNorm] = []
 
     def forward(self, owned: bool) -> Tensor:
         self._owned = owned
@@ -189,30 +182,30 @@ class _PiecewiseRun(_AtomRun):
     def _input(self, piece: slice) -> Tensor:
         return self._x[piece].detach().to(self._dtype)
 
-    def _call(self, x: Tensor, norms: "_PooledNorms | None" = None) -> Tensor:
-        with norms or _PooledNorms(self._norms):
+    def _call(self, x: Tensor, norms: PooledNorms | None = None) -> Tensor:
+        with norms or PooledNorms(self._norms):
             output: Tensor = self._atom(x)
         return output
 
     def _gather_moments(self) -> bool:
         """Find the statistics of the first norm layer that has none yet; False if there is none."""
-        moments = _Moments()
+        moments = Moments()
         for piece in self._pieces():
             try:
                 with _buffers_kept(self._atom):
-                    self._call(self._x[piece], _PooledNorms(self._norms, moments))
-            except _EnoughError:
+                    self._call(self._x[piece], PooledNorms(self._norms, moments))
+            except EnoughError:
                 continue
             return False
         assert moments.layer is not None
         self._norms.append(moments.layer.pooled(moments))
         return True
 
-    def _gather_gradient(self, norm: "_Norm", gradient: Tensor) -> None:
+    def _gather_gradient(self, norm: PooledNorm, gradient: Tensor) -> None:
         """Sum up what a norm layer's gradient needs of the whole batch."""
         sums = torch.zeros_like(norm.mean), torch.zeros_like(norm.mean)
         for piece in self._pieces():
-            norms = _PooledNorms(self._norms, watched=norm)
+            norms = PooledNorms(self._norms, watched=norm)
             output = self._call(self._input(piece).requires_grad_(), norms)
             assert norms.seen is not None
             x = norms.seen
@@ -226,159 +219,9 @@ class _PiecewiseRun(_AtomRun):
         norm.gradient_means = sums[0] / count, sums[1] / count
 
 
-@dataclass(eq=False)
-class _Norm:
-    """A batch norm of the atom: its arguments, and what it needs to know of the whole batch."""
-
-    running_mean: Tensor | None
-    running_var: Tensor | None
-    weight: Tensor | None
-    momentum: float
-    eps: float
-    positions: int
-    mean: Tensor
-    var: Tensor
-    gradient_means: tuple[Tensor, Tensor] | None = None
-
-    def pooled(self, moments: "_Moments") -> "_Norm":
-        self.mean, self.var = moments.mean.to(self.mean.dtype), moments.variance.to(self.mean.dtype)
-        return self
-
-    def standardised(self, x: Tensor) -> Tensor:
-        """Return x̂."""
-        return (x - self._shaped(self.mean, x)).mul_(self._shaped(self.inverse_deviation, x))
-
-    @property
-    def inverse_deviation(self) -> Tensor:
-        return (self.var + self.eps).rsqrt()
-
-    def sum(self, x: Tensor) -> Tensor:
-        """Return the sum over all but the channels."""
-        return x.sum(dim=_all_but_channels(x))
-
-    def corrected(self, x: Tensor, gradient: Tensor) -> Tensor:
-        """Return the gradient at the input, of which `gradient` is what does not go through the statistics."""
-        assert self.gradient_means is not None
-        plain, along = self.gradient_means
-        scale = self.inverse_deviation if self.weight is None else self.inverse_deviation * self.weight.detach()
-        through = self.standardised(x).mul_(self._shaped(along, x)).add_(self._shaped(plain, x))
-        return through.mul_(self._shaped(-scale, x)).add_(gradient)
-
-    def remember(self, samples: int) -> None:
-        """Move the running statistics towards those of the batch, whose variance is then the unbiased one."""
-        if self.running_mean is None or self.running_var is None:
-            return
-        count = samples * self.positions
-        self.running_mean.lerp_(self.mean, self.momentum)
-        self.running_var.lerp_(self.var * (count / (count - 1)), self.momentum)
-
-    @staticmethod
-    def _shaped(values: Tensor, x: Tensor) -> Tensor:
-        return values.view(1, -1, *[1] * (x.dim() - 2))
-
-
-class _Moments:
-    """Mean and variance of a whole batch, from those of its pieces (Chan et al., 1979), in float64."""
-
-    def __init__(self) -> None:
-        self.layer: _Norm | None = None
-        self._count = 0
-
-    def add(self, layer: _Norm, x: Tensor) -> None:
-        self.layer = layer
-        count = x.numel() // x.shape[1]
-        variance, mean = torch.var_mean(x.detach(), dim=_all_but_channels(x), correction=0)
-        variance, mean = variance.double(), mean.double()
-        if not self._count:
-            self._count, self.mean, self.variance = count, mean, variance
-            return
-        total = self._count + count
-        apart, share = mean - self.mean, count / total
-        self.variance = self.variance.lerp(variance, share) + apart.square() * (share * (1 - share))
-        self.mean = self.mean + apart * share
-        self._count = total
-
-
-class _EnoughError(Exception):
-    """The pass has seen what it was for."""
-
-
-class _PooledNorms(TorchFunctionMode):
-    """Lets the batch norms of one atom use the statistics of the whole batch, in the order in which they are called.
-
-    `moments` gathers the statistics of the first one that has none, and ends the pass there. Of a `watched` one the
-    input is `seen`, and on the way back from the atom's output the `gradient` at its own.
-    """
-
-    def __init__(self, norms: Sequence[_Norm], moments: _Moments | None = None, watched: _Norm | None = None) -> None:
-        super().__init__()
-        self._norms, self._moments, self._watched = norms, moments, watched
-        self._called = 0
-        self.seen: Tensor | None = None
-        self.gradient: Tensor | None = None
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        return self._batch_norm(*args, **kwargs) if func is F.batch_norm else func(*args, **kwargs)
-
-    def _batch_norm(
-        self,
-        x: Tensor,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        training: bool = False,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-    ) -> Tensor:
-        if not training:
-            return F.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
-        if self._called == len(self._norms):
-            assert self._moments is not None
-            positions, none = x.numel() // x.shape[0] // x.shape[1], x.new_empty(0)
-            layer = _Norm(running_mean, running_var, weight, momentum, eps, positions, none, none)
-            self._moments.add(layer, x)
-            raise _EnoughError
-        norm = self._norms[self._called]
-        self._called += 1
-        if torch.is_grad_enabled() and norm is not self._watched and norm.gradient_means is not None:
-            x = _ThroughStatistics.apply(x, norm)  # type: ignore[no-untyped-call]
-        output = F.batch_norm(x, norm.mean, norm.var, weight, bias, False, momentum, eps)
-        if norm is self._watched:
-            self.seen = x
-            # A hook sees the gradient here even if the next layer works in place on this tensor.
-            output.register_hook(self._take)  # type: ignore[no-untyped-call]
-        return output
-
-    def _take(self, gradient: Tensor) -> None:
-        self.gradient = gradient
-
-
-class _ThroughStatistics(torch.autograd.Function):
-    """Passes a norm layer's input on, and adds to its gradient what goes through the batch's mean and variance."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, norm: _Norm) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.norm = norm
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (x,) = ctx.saved_tensors
-        return ctx.norm.corrected(x, gradient), None
-
-
 def pieces(samples: int, size: int) -> Iterator[slice]:
     """Yield slices of at most `size` samples."""
     return repeated(slice(start, min(start + size, samples)) for start in range(0, samples, size))
-
-
-def _all_but_channels(x: Tensor) -> tuple[int, ...]:
-    return (0, *range(2, x.dim()))
 
 
 class _Draws(TorchDispatchMode):
