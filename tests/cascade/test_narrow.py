@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from fedprophet.cascade.atoms import chain_of, explicit_chain
+from fedprophet.cascade.channel_flow import channels_of
 from fedprophet.cascade.channels import (
     ChannelAxis,
     Channels,
-    channels_of,
     first_channels,
     kept_channels,
     random_channels,

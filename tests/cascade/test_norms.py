@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from fedprophet.cascade.atoms import chain_of, explicit_chain
-from fedprophet.cascade.channels import channels_of, first_channels
+from fedprophet.cascade.channel_flow import channels_of
+from fedprophet.cascade.channels import first_channels
 from fedprophet.cascade.narrow import narrow_chain
 from fedprophet.cascade.norms import (
     norm_modules,

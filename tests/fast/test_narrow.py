@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from fedprophet import models
 from fedprophet.cascade.atoms import Chain, chain_of
-from fedprophet.cascade.channels import Channels, channels_of, kept_channels, random_channels
+from fedprophet.cascade.channel_flow import channels_of
+from fedprophet.cascade.channels import Channels, kept_channels, random_channels
 from fedprophet.cascade.narrow import narrow_chain
 from fedprophet.client.descent import batches
 from fedprophet.client.part import ModelPart

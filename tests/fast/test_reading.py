@@ -8,7 +8,7 @@ from torch import nn
 
 from fedprophet import models
 from fedprophet.cascade.atoms import chain_of, explicit_chain
-from fedprophet.cascade.channels import channels_of
+from fedprophet.cascade.channel_flow import channels_of
 from fedprophet.cascade.narrow import narrow_chain
 from fedprophet.fast.program import Block, Convolution, Dense, LayerProgram
 from fedprophet.fast.reading import NotFusableError, read_program

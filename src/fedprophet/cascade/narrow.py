@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from fedprophet.cascade.atoms import Chain
-from fedprophet.cascade.channels import BATCH_NORMS, CONVOLUTIONS, ChannelAxis, Channels, Kept
+from fedprophet.cascade.channel_flow import BATCH_NORMS, CONVOLUTIONS
+from fedprophet.cascade.channels import ChannelAxis, Channels, Kept
 from fedprophet.errors import ModelError, unknown
 
 Tensors = Mapping[str, Tensor]

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fedprophet.cascade.atoms import Chain
-from fedprophet.cascade.channels import Channels, channels_of
+from fedprophet.cascade.channel_flow import channels_of
+from fedprophet.cascade.channels import Channels
 from fedprophet.cascade.heads import Head
 from fedprophet.client.features import FeatureCache
 from fedprophet.client.part import ModelPart

@@ -14,7 +14,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fedprophet.cascade.channels import ChannelChoice, Channels, Kept, channels_of, first_channels, kept_channels
+from fedprophet.cascade.channel_flow import channels_of
+from fedprophet.cascade.channels import ChannelChoice, Channels, Kept, first_channels, kept_channels
 from fedprophet.cascade.cost import ChainCost, cost_of
 from fedprophet.cascade.narrow import merge_local, narrow_chain, slice_state
 from fedprophet.errors import ModelError

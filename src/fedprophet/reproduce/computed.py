@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator, Mapping
 
 from fedprophet.bench.synthetic import sizes_of
 from fedprophet.cascade.atoms import chain_of
-from fedprophet.cascade.channels import channels_of, first_channels, kept_channels
+from fedprophet.cascade.channel_flow import channels_of
+from fedprophet.cascade.channels import first_channels, kept_channels
 from fedprophet.cascade.cost import ChainCost, cost_of
 from fedprophet.cascade.narrow import narrow_chain
 from fedprophet.config.config import Config
