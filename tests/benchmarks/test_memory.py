@@ -6,6 +6,7 @@ from typing import Any
 
 import memory
 import pytest
+from memory_price.pages import page
 
 from fedprophet.display.tables import markdown
 
@@ -22,7 +23,7 @@ def _read(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["memory", "memory-h200"])
 def test_a_page_has_the_numbers_that_were_measured(name: str) -> None:
-    assert (RESULTS / f"{name}.md").read_text() == markdown(memory.page(_read(name)))
+    assert (RESULTS / f"{name}.md").read_text() == markdown(page(_read(name)))
 
 
 @pytest.mark.parametrize("name", ["memory", "memory-h200"])
