@@ -2,7 +2,9 @@
 
 import os
 import platform
+import subprocess
 from datetime import UTC, datetime
+from pathlib import Path
 
 import torch
 
@@ -26,3 +28,12 @@ def measured(command: str) -> str:
         f"`{command}` on {datetime.now(UTC):%Y-%m-%d}: {processor()}, {os.cpu_count()} cores, one thread per run; "
         f"Python {platform.python_version()}, torch {torch.__version__}, fedprophet {fedprophet.__version__}."
     )
+
+
+def commit() -> str:
+    """Return the commit of these programs' repository; nothing outside of one."""
+    words = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""

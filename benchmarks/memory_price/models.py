@@ -1,6 +1,5 @@
 """The paper's models within a budget: cut into modules that keep to it by plans, and whole with a disk to swap to."""
 
-import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from machine import commit
 from torch import Tensor
 
 from fedprophet.cascade.allocator import allocator_limit
@@ -166,11 +166,6 @@ class Model:
             "written_bytes": swap.file.written,
             "read_bytes": swap.file.read_bytes,
         }
-
-
-def commit() -> str:
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return found.stdout.strip()
 
 
 def measured(
