@@ -4,6 +4,7 @@ import csv
 import errno
 import importlib.util
 import json
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -42,6 +43,13 @@ def pair(write_run):
     write_run("jfat", "jfat", seconds=(100, 500, 9))
     write_run("ours", "fedprophet", seconds=(200, 50, 9), accuracy=0.6)
     return "jfat", "ours"
+
+
+def test_a_folder_whose_name_is_no_text_is_compared_and_named_as_it_is(cli, write_run):
+    write_run("odd\udcff", "jfat")
+    said = cli("compare", "odd\udcff", "--out", "out", "--no-plot")
+    assert said.code == 0, said.err
+    assert b"odd\xff" in Path("out/comparison.md").read_bytes()
 
 
 def test_piped_it_is_markdown(cli, pair):

@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -174,6 +175,19 @@ def test_evaluating_changes_nothing_of_the_run(cli, run):
     assert {file: after[file] for file in before} == before
     new = {str(file.relative_to(run)).partition("/")[0] for file in after if file not in before}
     assert new == {"evaluation", "evaluation.json"}
+
+
+def test_an_export_replaces_an_exported_model_and_nothing_else(cli, run, tmp_path):
+    (tmp_path / "mine.txt").write_text("mine")
+    for out in ("mine.txt", run / "config.toml", run / "journal.jsonl"):
+        before = Path(tmp_path, out).read_bytes()
+        said = cli("export", run, "--out", out)
+        assert f"{out} is not a model that fedprophet exported, and stays as it is" in said.error
+        assert Path(tmp_path, out).read_bytes() == before
+    assert "is a run's own file, and stays as it is" in cli("export", run, "--out", run / "model.safetensors").error
+    assert "is a folder. Give the file to write" in cli("export", run, "--out", tmp_path).error
+    for _ in range(2):
+        assert cli("export", run, "--out", "model.safetensors").code == 0
 
 
 def test_a_run_that_cannot_be_written_to_is_evaluated_with_a_note(cli, run, monkeypatch):

@@ -69,7 +69,7 @@ MISTAKES = {
     "no data root": ("data.name=folder", "folder needs the folder of your images: give it as data.root (--root)"),
     "a key that is not there": (
         "train.learing_rate=1",
-        "unknown key 'train.learing_rate' (--set). Did you mean 'learning_rate'? Known: batch, ",
+        "unknown key 'train.learing_rate' (--set). Did you mean 'train.learning_rate'? Known: batch, ",
     ),
     "a section that is not there": ("trian.batch=3", "unknown key 'trian' (--set). Did you mean 'train'?"),
     "an option of a model that is not there": (

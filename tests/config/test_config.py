@@ -127,7 +127,7 @@ def test_a_registered_table_is_like_any_other(coffee: Any) -> None:
     ("override", "text"),
     [
         ("coffee.cups=-1", "coffee.cups: given -1 (--set), allowed: a whole number of at least 0"),
-        ("coffee.cup=1", "unknown key 'coffee.cup' (--set). Did you mean 'cups'? Known: cups"),
+        ("coffee.cup=1", "unknown key 'coffee.cup' (--set). Did you mean 'coffee.cups'? Known: cups"),
         ("coffe.cups=1", "unknown key 'coffe' (--set). Did you mean 'coffee'?"),
         ("coffee.cups=99", "coffee.cups: given 99, allowed: at most rounds = 42"),
         ("coffee=1", "--set 'coffee=1': 'coffee' is a table."),

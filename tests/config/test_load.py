@@ -207,14 +207,14 @@ def test_options_are_those_of_the_loader_and_the_builder(overrides: list[str], l
 @pytest.mark.parametrize(
     ("override", "key", "nearest"),
     [
-        ("train.bach=3", "train.bach", "batch"),
-        ("train.lr=3", "train.lr", "learning_rate"),
-        ("train.batch_size=3", "train.batch_size", "batch"),
+        ("train.bach=3", "train.bach", "train.batch"),
+        ("train.lr=3", "train.lr", "train.learning_rate"),
+        ("train.batch_size=3", "train.batch_size", "train.batch"),
         ("sead=3", "sead", "seed"),
         ("trian.batch=3", "trian", "train"),
         ("learning_rate=3", "learning_rate", "train.learning_rate"),
         ("deadline=3", "deadline", "flower.deadline"),
-        ("trimmed_mean.trimm=3", "trimmed_mean.trimm", "trim"),
+        ("trimmed_mean.trimm=3", "trimmed_mean.trimm", "trimmed_mean.trim"),
         ("trim=3", "trim", "trimmed_mean.trim"),
     ],
 )
@@ -433,7 +433,10 @@ def test_a_mapping_may_hold_settings_of_a_method_too() -> None:
             ['methods.jfat.method: given "fedprophet" (in FILE), allowed: any other key'],
         ),
         ("[methods.jfat]\nround = 3", ["unknown key 'round' (in FILE, [methods.jfat]). Did you mean 'rounds'?"]),
-        ("[methods.jfat.train]\nlr = 3", ["unknown key 'train.lr' (in FILE, [methods.jfat]). Did you mean 'learning_"]),
+        (
+            "[methods.jfat.train]\nlr = 3",
+            ["unknown key 'train.lr' (in FILE, [methods.jfat]). Did you mean 'train.learning_"],
+        ),
         ("[methods.jfat.methods.jfat]\nseed = 3", ["unknown key 'methods' (in FILE, [methods.jfat])."]),
         (
             "[methods.jfat.train]\nbatch = 0\n[methods.fedprophet]\nseed = -1",

@@ -18,12 +18,13 @@ import pytest
 import torch
 
 from fedprophet.cli.stopping import stopped_once
+from fedprophet.client.workspace import Workspace
 from fedprophet.engines import plain, worker_process
 from fedprophet.engines.channel import Channel
 from fedprophet.engines.cpu_plan import fast_plan
 from fedprophet.engines.worker_process import WorkerError
 from fedprophet.engines.workers import WorkerEngine, _Queues, _shared
-from fedprophet.errors import ConfigError, ModelError, TrainingError
+from fedprophet.errors import ConfigError, ModelError, TemporaryFileError, TrainingError
 from fedprophet.messages.codec import encode
 from fedprophet.messages.tasks import Distill, Report, Task, Train
 from fedprophet.messages.values import SERVER, LocalTraining
@@ -372,6 +373,21 @@ def test_a_worker_out_of_memory_ends_in_a_sentence(opened, monkeypatch, place):
         session = opened()
     texts = {"the task": "out of memory while client . was to train", "its arrival": "a worker process ended by itself"}
     with within(), pytest.raises(TrainingError, match=rf"{texts[place]}.*threads"):
+        list(session.engine.map(training(session)))
+
+
+def test_a_worker_without_room_for_its_files_says_so(opened, monkeypatch):
+    """The server's process has moved its own tensors to files before."""
+    server, real = os.getpid(), Workspace.move_to_files
+
+    def full(self):
+        if os.getpid() != server:
+            raise TemporaryFileError("cannot write 40 bytes: No space left on device. Set TMPDIR")
+        real(self)
+
+    monkeypatch.setattr(Workspace, "move_to_files", full)
+    session = opened({"memory.enforce": True, "memory.budget": "100%"})
+    with within(), pytest.raises(TemporaryFileError, match="No space left on device"):
         list(session.engine.map(training(session)))
 
 

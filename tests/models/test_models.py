@@ -289,6 +289,7 @@ def test_options_reach_the_model():
         ("vgg-small", (1, 8, 8), 10, {"width": 0}, "option width of vgg-small"),
         ("vgg-small", (1, 8, 8), 10, {"width": 1.5}, "option width of vgg-small"),
         ("vgg-small-3", (1, 3, 8), 10, {}, "vgg-small-3 needs images of at least 4×4"),
+        ("vgg-small", (8, 8, 1), 10, {}, r"vgg-small needs images of at least .* for small ones \(cnn3\)$"),
         ("vgg13", (3, 32, 32), 10, {"width": 0}, "option width of vgg13 must be a positive whole number, not 0"),
         ("resnet10", (3, 32, 32), 10, {"width": True}, "option width of resnet10"),
         ("cnn3", (3, 32, 32), 10, {"width": "8"}, "option width of cnn3"),

@@ -233,6 +233,8 @@ def test_a_journal_that_is_not_the_checkpoints_does_not_count(tiny, tmp_path):
     found = read_run(tmp_path / "run")
     assert found.notes == ("time and memory are not known: its journal was cut or altered",)
     assert (found.rounds, found.time, found.memory) == (2, None, None)
+    journal.write_text("no record\n" + text.partition("\n")[2])
+    assert read_run(tmp_path / "run") == found
     (tmp_path / "run" / "results.json").unlink()
     with pytest.raises(CheckpointError, match=r"journal\.jsonl was cut or altered, .*leave this run out"):
         read_run(tmp_path / "run")

@@ -31,6 +31,8 @@ def test_a_folder_that_is_taken_is_refused_and_left_alone(tiny, tmp_path):
         start(tiny(), tmp_path / "full")
     with pytest.raises(ConfigError, match=r"letter\.txt is a file\. Give a folder"):
         start(tiny(), tmp_path / "full" / "letter.txt")
+    with pytest.raises(ConfigError, match=r"letter\.txt is a file, so that .*letter\.txt/below/run cannot be made"):
+        start(tiny(), tmp_path / "full" / "letter.txt" / "below" / "run")
 
 
 def test_an_empty_folder_is_taken_also_with_what_a_killed_start_left(tiny, tmp_path):

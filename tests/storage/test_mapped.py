@@ -10,7 +10,7 @@ import torch
 
 from fedprophet.errors import TemporaryFileError
 from fedprophet.storage import mapped
-from fedprophet.storage.mapped import copied_to_file, empty_in_file, files_in_memory
+from fedprophet.storage.mapped import copied_to_file, empty_in_file, expect_chosen_folder, files_in_memory
 
 
 def _mappings(tensor: torch.Tensor) -> list[list[str]]:
@@ -61,6 +61,18 @@ def test_no_folder_for_temporary_files_is_an_error_too(tmp_path, monkeypatch) ->
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
     with pytest.raises(TemporaryFileError, match=r"cannot write 40 bytes .*missing: No such file or directory\."):
         empty_in_file((10,), torch.float32)
+
+
+def test_a_folder_that_is_not_there_is_not_exchanged_for_another_one(tmp_path, monkeypatch) -> None:
+    (tmp_path / "file").touch()
+    for wrong in ("missing", "file"):
+        monkeypatch.setenv("TMPDIR", str(tmp_path / wrong))
+        with pytest.raises(TemporaryFileError, match=rf"TMPDIR is .*{wrong}, which is no folder .*unset TMPDIR"):
+            expect_chosen_folder()
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    expect_chosen_folder()
+    monkeypatch.delenv("TMPDIR")
+    expect_chosen_folder()
 
 
 MOUNTS = r"""

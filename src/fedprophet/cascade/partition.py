@@ -41,7 +41,8 @@ def partition(cost: ChainCost, budget: int) -> tuple[Module, ...]:
         raise BudgetError(
             f"a budget of {budget} bytes ({format_size(budget)}) is too small: atom {atom.label} "
             f"needs {need} bytes ({format_size(need)}) for a batch of {cost.batch} and cannot be cut further. "
-            f"The smallest budget that works is {min(need, cost.total_memory)} bytes; a smaller batch lowers it"
+            f"The smallest budget that works is {min(need, cost.total_memory)} bytes"
+            f"{'; a smaller batch lowers it' if cost.batch > 1 else ''}"
         )
     return modules_of(cost, _spans(cost, budget, 0, len(cost.atoms)))
 

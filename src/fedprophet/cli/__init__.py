@@ -3,6 +3,7 @@
 import errno
 import sys
 from collections.abc import Mapping
+from io import TextIOWrapper
 from typing import Annotated
 
 import typer
@@ -99,6 +100,9 @@ SYSTEM_ADVICE = {
 
 def main() -> None:
     """Run the command line. Exit code 0: success; 2: an error that the user can correct; 130: Ctrl-C."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")  # names of files need not be text
     with stopped_once():
         _run()
 

@@ -1,5 +1,6 @@
 """`fedprophet compare`: runs side by side, as in the paper's main table."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -51,9 +52,10 @@ def compare_command(
 def _write(comparison: Comparison, out: Path, plot: bool) -> list[Path]:
     picture, sheet, wire = out / f"{STEM}.png", out / WIRE, wire_csv(comparison)
     files = {
-        out / f"{STEM}.md": markdown(comparison, picture.name if plot else None).encode(),
-        out / f"{STEM}.csv": csv_text(comparison).encode(),
-        **({} if wire is None else {sheet: wire.encode()}),
+        # Names of folders that are no valid text are written as they are.
+        out / f"{STEM}.md": os.fsencode(markdown(comparison, picture.name if plot else None)),
+        out / f"{STEM}.csv": os.fsencode(csv_text(comparison)),
+        **({} if wire is None else {sheet: os.fsencode(wire)}),
         **({picture: comparison_png(comparison)} if plot else {}),
     }
     write_atomic_all(files.items())

@@ -12,10 +12,9 @@ from fedprophet.cli.options import AsJson, print_json
 from fedprophet.display.numbers import percent
 from fedprophet.display.summary import accuracy_page
 from fedprophet.display.tables import say, show
-from fedprophet.errors import ConfigError
 from fedprophet.progress import progress_bar
 from fedprophet.runs.evaluation import RunEvaluation, can_keep, check_samples, evaluate_run
-from fedprophet.runs.export import write_model
+from fedprophet.runs.export import expect_replaceable, write_model
 from fedprophet.runs.masking import MaskingCheck
 from fedprophet.runs.run import Run, open_to_read
 
@@ -97,8 +96,7 @@ def export_command(
 
     Example: fedprophet export runs/digits-fedprophet-1 --out model.safetensors
     """
-    if out.is_dir():
-        raise ConfigError(f"{out} is a folder. Give the file to write, such as {out / 'model.safetensors'}")
+    expect_replaceable(out)
     opened = _open(run)
     session = opened.session
     with closing(session):

@@ -34,7 +34,7 @@ def train_command(
 ) -> None:
     """Train a robust model on a fleet of clients with little memory.
 
-    Without arguments it trains on scikit-learn's digits, in less than three minutes on two cores.
+    Without arguments it trains on scikit-learn's digits, in about three minutes on two cores.
 
     Examples:
 

@@ -167,12 +167,7 @@ def _work(
         signal.signal(number, signal.SIG_IGN)
     set_threads(1)
     features, layers = next(iter(plain.workspaces.values())).features.share(workers), _TaskLayers()
-    for workspace in plain.workspaces.values():
-        workspace.features, workspace.layers = features, layers
-        if workspace.frugal:
-            workspace.move_to_files()
-        else:
-            workspace.run_by(fast_plan)
+    failed = _prepared(plain, features, layers)
     frugal = any(workspace.frugal for workspace in plain.workspaces.values())
     if not frugal:
         _keep_memory()
@@ -180,9 +175,24 @@ def _work(
     channel, jobs = Channel(connection), SimpleQueue[WorkerJob]()
     threading.Thread(target=_listen, args=(channel, jobs, features), daemon=True).start()
     while True:
-        result = _result(jobs.get(), plain, rows, layers)
+        job = jobs.get()
+        result = failed or _result(job, plain, rows, layers)
         with suppress(*CLOSED):  # the listener sees it too
             channel.send(result)
+
+
+def _prepared(plain: PlainEngine, features: FeatureCache, layers: _TaskLayers) -> WorkerResult | None:
+    """Make workspaces this process's own; return what every job is answered with where that fails."""
+    try:
+        for workspace in plain.workspaces.values():
+            workspace.features, workspace.layers = features, layers
+            if workspace.frugal:
+                workspace.move_to_files()
+            else:
+                workspace.run_by(fast_plan)
+    except FedProphetError as error:  # no room for the files
+        return WorkerResult(error=(type(error), str(error)))
+    return None
 
 
 def _keep_memory() -> None:

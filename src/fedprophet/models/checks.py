@@ -6,6 +6,7 @@ from fedprophet.errors import ModelError
 from fedprophet.settings.toml import shown
 
 MOST = 10**6
+FOR_SMALL = ("vgg-small", "cnn3")
 SMALL = 64
 """Images of at most this many pixels a side get the small form of a model."""
 
@@ -18,9 +19,10 @@ def is_small(input_shape: tuple[int, int, int]) -> bool:
 def check_least_side(model: str, input_shape: tuple[int, int, int], least: int, why: str) -> None:
     """Raise ModelError if a side of the image is shorter than the model can take."""
     if min(input_shape[1:]) < least:
+        others = ", ".join(other for other in FOR_SMALL if other != model)
         raise ModelError(
             f"{model} needs images of at least {least}×{least} pixels ({why}), not {input_shape[1]}×{input_shape[2]}. "
-            "Use larger images or a model for small ones (vgg-small, cnn3)"
+            f"Use larger images (--input is channels, height, width) or a model for small ones ({others})"
         )
 
 

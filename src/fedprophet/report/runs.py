@@ -310,9 +310,8 @@ def _setup(files: RunFiles) -> tuple[Setup, list[str]]:
 def _sound_records(files: RunFiles, config: Config) -> list[dict[str, Any]] | None:
     """Return the journal; None if it is not the one that the newest checkpoint knows."""
     journal = Journal(files.journal)
-    records = journal.read()
     known = Checkpoints(files.checkpoints, config).known_contents()
-    return records if known is None or journal.begins_with(known.journal) else None
+    return journal.read() if known is None or journal.begins_with(known.journal) else None
 
 
 def _timings(timings: Path) -> list[dict[str, Any]]:

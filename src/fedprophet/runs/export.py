@@ -4,12 +4,14 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from fedprophet.errors import ConfigError
 from fedprophet.messages.answers import Reported
 from fedprophet.methods.base import MethodState
 from fedprophet.runs.asking import in_order
-from fedprophet.runs.files import model_fits, other_model
+from fedprophet.runs.files import RunFiles, model_fits, other_model
 from fedprophet.runs.run import Run
 from fedprophet.runs.session import Session
 from fedprophet.server.coordinator import Engine, Record
@@ -40,10 +42,30 @@ def average_local(
 
 def write_model(run: Run, path: Path) -> None:
     """Write a run's model as one file; a run on other machines exported it when it ended."""
+    expect_replaceable(path)
     if run.away:
         write_atomic(path, finished_model(run))
     else:
         write_tensors(run, exported_model(run.session, run.state, run.session.engine), path)
+
+
+def expect_replaceable(path: Path) -> None:
+    """Raise ConfigError where an exported model would take the place of something else, or of a run's own model."""
+    beside = RunFiles(path.parent)
+    if path.name == beside.model.name and beside.config.exists():
+        raise ConfigError(f"{path} is a run's own file, and stays as it is. Give another file with --out")
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder. Give the file to write, such as {path / 'model.safetensors'}")
+    if path.is_file() and not _is_exported(path):
+        raise ConfigError(f"{path} is not a model that fedprophet exported, and stays as it is. Give another file")
+
+
+def _is_exported(path: Path) -> bool:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return "norm_layers" in (file.metadata() or {})
+    except (SafetensorError, OSError):
+        return False
 
 
 def finished_model(run: Run) -> bytes:

@@ -85,6 +85,9 @@ def _expect_empty(files: RunFiles) -> None:
         raise ConfigError(f"{path} already holds a run. {resume_hint(path)}, or give another folder with --out")
     if path.exists() and not path.is_dir():
         raise ConfigError(f"{path} is a file. Give a folder with --out")
+    within = next((folder for folder in path.parents if folder.exists()), path)
+    if within.is_file():
+        raise ConfigError(f"{within} is a file, so that {path} cannot be made. Give another folder with --out")
     if path.exists() and any(file.name not in LEFT_OVER for file in path.iterdir()):
         raise ConfigError(f"{path} is not empty. Give another folder with --out")
 

@@ -40,7 +40,7 @@ from fedprophet.runs.recorded import RecordedModules
 from fedprophet.server.coordinator import Engine, RemoteEngine
 from fedprophet.settings.values import CUSTOM
 from fedprophet.sizes import parse_budget
-from fedprophet.storage.mapped import copied_to_file, files_in_memory
+from fedprophet.storage.mapped import copied_to_file, expect_chosen_folder, files_in_memory
 
 CACHE_MEMORY = 2 * 10**9
 CACHE_DISK = 20 * 10**9
@@ -189,8 +189,10 @@ def assemble_client(
         name: Workspace(member, dataset.shape, dataset.classes, frozen, layers, features, frugal)
         for name, member in {BACKBONE: chain, **family}.items()
     }
-    for workspace in workspaces.values() if frugal else ():
-        workspace.move_to_files()
+    if frugal:
+        expect_chosen_folder()
+        for workspace in workspaces.values():
+            workspace.move_to_files()
     where = _where_files_lie() if frugal else ()
     return ClientSide(population, workspaces, family, normalize, (*notes, *more, *where))
 

@@ -43,6 +43,16 @@ def copied_to_file(tensor: Tensor) -> Tensor:
     return empty_in_file(tuple(tensor.shape), tensor.dtype).copy_(tensor.detach())
 
 
+def expect_chosen_folder() -> None:
+    """Raise TemporaryFileError if TMPDIR names no folder that can be written to: Python would take another one."""
+    chosen = os.environ.get("TMPDIR")
+    if chosen and not (Path(chosen).is_dir() and os.access(chosen, os.W_OK | os.X_OK)):
+        raise TemporaryFileError(
+            f"TMPDIR is {chosen}, which is no folder that can be written to, so that temporary files would lie in "
+            f"{tempfile.gettempdir()}. Make that folder, or unset TMPDIR"
+        )
+
+
 def files_in_memory() -> str | None:
     """Return the type of the file system of temporary files where that is memory; None on a disk, or if not known."""
     try:
