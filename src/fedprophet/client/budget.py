@@ -11,13 +11,14 @@ import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
+from itertools import repeat
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedprophet.cascade.allocator import allocator_limit, left_over, ran_out
+from fedprophet.cascade.allocator import allocator_limit, ran_out
 from fedprophet.cascade.atoms import Chain
 from fedprophet.cascade.cost import ChainCost
 from fedprophet.cascade.heads import Head, build_head
@@ -50,7 +51,7 @@ TOLERANCE = 0.05
 """How far a measurement may exceed its prediction before a smaller budget is planned for."""
 TRIAL_RUNS = 3
 """The first sets up what is set up once, the second captures what is captured, the third is like all further ones."""
-SLACKS = (64 * 2**20, 24 * 2**20, 8 * 2**20, 0)
+SLACKS = tuple(mib * 2**20 for mib in (64, 48, 32, 16, 0))
 """Bytes that the allocator may hold beyond a budget, as it takes memory in steps of 20 MiB and keeps some for later.
 What is allocated has to keep within the budget all the same."""
 OUT = sys.maxsize
@@ -93,7 +94,9 @@ class Trial(NamedTuple):
 class LocalIteration:
     """What is planned: a part of a chain is attacked and trained on batches of inputs (their shape is one sample's).
 
-    `place` is the device that it is planned for, if that is not where the chain is.
+    `place` is the device that it is planned for, if that is not where the chain is. `sizes` are those of the batches
+    that it will meet, the largest first, where that is known: convolutions have other workspaces for a smaller batch
+    at the end of a pass, and a trial must have met them.
     """
 
     part: ModelPart
@@ -101,6 +104,7 @@ class LocalIteration:
     training: LocalTraining
     threat: ThreatModel | None
     place: torch.device | None = None
+    sizes: tuple[int, ...] = ()
 
     def cheapest(self, budget: int) -> Planned:
         """Return the cheapest plan that is predicted to fit; BudgetError if none does."""
@@ -177,13 +181,11 @@ class LocalIteration:
     def _trial(self, plan: MemoryPlan, budget: int) -> Trial:
         """Try a plan under the highest limit of the allocator with which it keeps within the budget.
 
-        The lower it is, the smaller workspaces convolutions take; but under one that just does, a training fails that
-        leaves other gaps in the allocator's memory than the trial did. Gaps that are there already may serve as well:
-        lower limits leave half of them or all of them out.
+        The lower it is, the smaller workspaces convolutions take, and the likelier it is that tensors themselves find
+        no room between others.
         """
-        gaps = left_over(self._device)
         trial = self._tried_within(plan, budget + SLACKS[0])
-        for slack in (*SLACKS[1:], *((-gaps // 2, -gaps) if gaps else ())):
+        for slack in SLACKS[1:]:
             if trial.peak <= budget or trial.peak == OUT:
                 break
             lower = self._tried_within(plan, budget + slack)
@@ -193,13 +195,13 @@ class LocalIteration:
         return trial
 
     def _tried_within(self, plan: MemoryPlan, limit: int) -> Trial:
+        """Try a plan under a limit, as a training would do it that begins within the limit."""
         device = self._device
-        labels, descent = self._beginning()
-        held, before = bytes_of([*self._held(descent), labels]), cuda_base(device)
+        held, before = bytes_of(self.part.tensors), cuda_base(device)
         worst, half = [0, 0], 0
         try:
             with allocator_limit(device, limit - held):
-                for peak in self._halves_of_iterations(plan, labels, descent):
+                for peak in self._halves_of_iterations(plan):
                     worst[half], half = max(worst[half], peak - before + held), 1 - half
         except RuntimeError as error:
             if not ran_out(error):
@@ -210,16 +212,18 @@ class LocalIteration:
         gc.collect()  # tensors that the error's frames hold, and graphs
         return Trial(worst[0], worst[1], limit)
 
-    def _halves_of_iterations(self, plan: MemoryPlan, labels: Tensor, descent: Descent) -> Iterator[int]:
+    def _halves_of_iterations(self, plan: MemoryPlan) -> Iterator[int]:
         """Attack and step in turn, yield the most bytes that were allocated in each half."""
+        whole, *smaller = self.sizes or (self.training.batch,)
+        labels, descent = self._beginning()
         ascend = self._ascent(plan)
-        for _ in range(TRIAL_RUNS):
+        for size in (*repeat(whole, TRIAL_RUNS), *smaller):
             torch.cuda.reset_peak_memory_stats(self._device)
-            x = self._attack(plan, self._inputs(), labels, ascend)
+            x = self._attack(plan, self._inputs(size), labels[:size], ascend)
             torch.cuda.synchronize(self._device)
             yield torch.cuda.max_memory_allocated(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
-            self._step(plan, x, labels, descent, ascend)
+            self._step(plan, x, labels[:size], descent, ascend)
             del x  # a training has none of it either when the next batch comes
             torch.cuda.synchronize(self._device)
             yield torch.cuda.max_memory_allocated(self._device)
@@ -252,8 +256,8 @@ class LocalIteration:
                 compute(labels, descent)
         return int(live.peak)
 
-    def _inputs(self) -> Tensor:
-        return self.part.take(torch.rand(self.training.batch, *self.input_shape))
+    def _inputs(self, size: int | None = None) -> Tensor:
+        return self.part.take(torch.rand(size or self.training.batch, *self.input_shape))
 
     def _beginning(self) -> tuple[Tensor, Descent]:
         """Return labels, and an optimiser that has its momenta already, as it has where training is limited."""
