@@ -37,7 +37,7 @@ _VARIANT = {"threat", "adversarial_statistics", "kept_channels", "calibration"}
 KNOWN_FIELDS: Mapping[type, frozenset[str]] = {
     Train: frozenset(_MODEL | _VARIANT | {"training", "wants_local"}),
     Evaluate: frozenset(_MODEL | _VARIANT | {"attack", "samples", "part", "drawn"}),
-    Measure: frozenset(_MODEL | {"threat"}),
+    Measure: frozenset(_MODEL | {"threat", "drawn"}),
     LocalTraining: frozenset(
         {"iterations", "batch", "learning_rate", "momentum", "weight_decay", "strong_convexity", "summed_heads"}
         | {"fixed_statistics", "proximal"}
