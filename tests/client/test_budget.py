@@ -206,8 +206,8 @@ class _Gpu:
     def __init__(self, **plans: tuple[int, int, int, int]) -> None:
         self.plans, self.tried = plans, list[tuple[str, int]]()
 
-    def tried_within(self, iteration: LocalIteration, plan: MemoryPlan, limit: int) -> Trial:
-        name = f"{plan.step}_{plan.attack}"
+    def tried_within(self, iteration: LocalIteration, plan: MemoryPlan, limit: int, size: int) -> Trial:
+        name = f"{plan.step}_{plan.attack}" + (f"_of_{size}" if iteration.sizes else "")
         attack, step, wanted, lost = self.plans[name]
         self.tried.append((name, limit // MIB))
         left = limit // MIB - lost
@@ -265,11 +265,33 @@ def test_on_a_gpu_the_limit_is_lowered_until_a_plan_fits_and_other_plans_come_ne
         iteration.checked(60 * MIB)
 
 
-@pytest.mark.parametrize(("sizes", "met"), [((), [8] * 3), ((8, 3), [8, 8, 8, 3]), ((5,), [5] * 3)])
-def test_a_trial_meets_what_a_training_meets_within_the_limit(
-    sizes: tuple[int, ...], met: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Momenta, and batches of all sizes. Beside 1000 bytes of others, the part's linear layer has 40: under a limit of
+def test_on_a_gpu_every_size_of_batch_has_a_limit_under_which_a_plan_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Convolutions remember what each size had to do with. A batch of 3 takes 20 MiB and wants 60 more, all of which it
+    has under limits of 124 to 92; under 76 it has 56, which are too many still, and 40 under 60. The limit of the whole
+    batch is named. Where the step on the smaller one has too little under the highest, the next plan is tried.
+    """
+    iteration = replace(_iteration(), place=torch.device("cuda"), sizes=(8, 3))
+    monkeypatch.setattr(LocalIteration, "_attack_peak", lambda self, plan: 10 * MIB)
+    monkeypatch.setattr(LocalIteration, "_step_peak", lambda self, plan: 50 * MIB)
+    gpu = _Gpu(whole_0_of_8=(10, 50, 0, 8), whole_0_of_3=(10, 20, 60, 0))
+    monkeypatch.setattr(LocalIteration, "_tried_within", lambda *call: gpu.tried_within(*call))
+    assert iteration.checked(60 * MIB) == (PLAIN, 50 * MIB, 60 * MIB, 60 * MIB, 124 * MIB)
+    assert gpu.tried == [
+        ("whole_0_of_8", 124),
+        *(("whole_0_of_3", limit) for limit in (124, 108, 92, 76, 60)),
+    ]
+    gpu = _Gpu(
+        whole_0_of_8=(10, 50, 0, 8),
+        whole_0_of_3=(10, 50, 60, 80),
+        fused_0_of_8=(10, 30, 0, 0),
+        fused_0_of_3=(10, 20, 0, 0),
+    )
+    assert iteration.checked(60 * MIB).plan == MemoryPlan(step=Step.FUSED)
+
+
+@pytest.mark.parametrize("size", [8, 3])
+def test_a_trial_meets_what_a_training_meets_within_the_limit(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Momenta first, then three batches. Beside 1000 bytes of others, the part's linear layer has 40: under a limit of
     640 it may have 600 more. Each attack allocates 100 bytes more than the one before, each step 7 more than it.
     """
     told, batches, peaks = list[object](), list[int](), [1000]
@@ -301,10 +323,9 @@ def test_a_trial_meets_what_a_training_meets_within_the_limit(
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peaks[0])
     chain = explicit_chain(nn.Sequential(nn.Linear(10, 1, bias=False)))
     part = ModelPart(chain, 0, 1, None)
-    iteration = LocalIteration(part, (10,), HYPER, THREAT, torch.device("cuda"), sizes)
-    last = 107 * len(met)
-    assert iteration._tried_within(PLAIN, 640) == (40 + last - 7, 40 + last, 640)
-    assert batches == met
+    iteration = LocalIteration(part, (10,), HYPER, THREAT, torch.device("cuda"))
+    assert iteration._tried_within(PLAIN, 640, size) == (40 + 314, 40 + 321, 640)
+    assert batches == [size] * 3
     assert told == [600, "momenta", "end"]
 
 

@@ -184,14 +184,14 @@ def test_on_a_gpu_a_plan_is_tried_once_and_the_part_is_left_as_it_was(monkeypatc
     ("enough", "most", "need", "tried"),
     [
         (990_000, 4, 1_010_000, [1_000_000]),
-        (1_100_000, 4, 1_113_525, [1_000_000, 1_050_000, 1_102_500]),
-        (10**9, 1.08, 1_113_525, [1_000_000, 1_050_000]),
+        (1_040_000, 4, 1_050_804, [1_000_000, 1_020_000, 1_040_400]),
+        (10**9, 1.03, 1_050_804, [1_000_000, 1_020_000]),
     ],
 )
 def test_on_a_gpu_a_client_needs_what_a_trial_passes_with(
     enough: int, most: float, need: int, tried: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """1,000,000 bytes are predicted, with a hundredth beside them; then each time a twentieth more, of which a
+    """1,000,000 bytes are predicted, with a hundredth beside them; then each time a fiftieth more, of which a
     hundredth is not for the trial, until it passes or would have too much. What was tried is remembered.
     """
     limits: list[int] = []

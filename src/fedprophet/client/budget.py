@@ -11,7 +11,6 @@ import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
-from itertools import repeat
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -179,29 +178,38 @@ class LocalIteration:
         raise self._nothing_fits(budget)
 
     def _trial(self, plan: MemoryPlan, budget: int) -> Trial:
+        """Try a plan on batches of each size, until one exceeds the budget; the limit is that of the largest."""
+        tried: list[Trial] = []
+        for size in self.sizes or (self.training.batch,):
+            tried.append(self._tried_below(plan, budget, size))
+            if tried[-1].peak > budget:
+                break
+        return Trial(max(trial.attack for trial in tried), max(trial.step for trial in tried), tried[0].limit)
+
+    def _tried_below(self, plan: MemoryPlan, budget: int, size: int) -> Trial:
         """Try a plan under the highest limit of the allocator with which it keeps within the budget.
 
         The lower it is, the smaller workspaces convolutions take, and the likelier it is that tensors themselves find
         no room between others.
         """
-        trial = self._tried_within(plan, budget + SLACKS[0])
+        trial = self._tried_within(plan, budget + SLACKS[0], size)
         for slack in SLACKS[1:]:
             if trial.peak <= budget or trial.peak == OUT:
                 break
-            lower = self._tried_within(plan, budget + slack)
+            lower = self._tried_within(plan, budget + slack, size)
             if lower.peak == OUT:
                 break
             trial = lower
         return trial
 
-    def _tried_within(self, plan: MemoryPlan, limit: int) -> Trial:
-        """Try a plan under a limit, as a training would do it that begins within the limit."""
+    def _tried_within(self, plan: MemoryPlan, limit: int, size: int) -> Trial:
+        """Try a plan on batches of a size under a limit, as a training would do it that begins within the limit."""
         device = self._device
         held, before = bytes_of(self.part.tensors), cuda_base(device)
         worst, half = [0, 0], 0
         try:
             with allocator_limit(device, limit - held):
-                for peak in self._halves_of_iterations(plan):
+                for peak in self._halves_of_iterations(plan, size):
                     worst[half], half = max(worst[half], peak - before + held), 1 - half
         except RuntimeError as error:
             if not ran_out(error):
@@ -212,12 +220,11 @@ class LocalIteration:
         gc.collect()  # tensors that the error's frames hold, and graphs
         return Trial(worst[0], worst[1], limit)
 
-    def _halves_of_iterations(self, plan: MemoryPlan) -> Iterator[int]:
+    def _halves_of_iterations(self, plan: MemoryPlan, size: int) -> Iterator[int]:
         """Attack and step in turn, yield the most bytes that were allocated in each half."""
-        whole, *smaller = self.sizes or (self.training.batch,)
         labels, descent = self._beginning()
         ascend = self._ascent(plan)
-        for size in (*repeat(whole, TRIAL_RUNS), *smaller):
+        for _ in range(TRIAL_RUNS):
             torch.cuda.reset_peak_memory_stats(self._device)
             x = self._attack(plan, self._inputs(size), labels[:size], ascend)
             torch.cuda.synchronize(self._device)

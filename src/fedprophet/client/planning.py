@@ -93,7 +93,7 @@ def _coarse(limit: int) -> int:
 ALLOWANCES = {"cpu": 0.01, "cuda": 0.15}
 """What training may take beside what is predicted, as a share of it: the order of samples, a second set of norm
 statistics; on a GPU workspaces, with which micro-batched plans took up to 14 % more when they were tried."""
-MORE, MOST = 0.05, 4
+MORE, MOST = 0.02, 4
 """What is tried next on a GPU has so much more memory, as a share, up to so many times what was allowed."""
 LEAST_ALLOWANCE = 2**13
 """At least so many bytes."""
