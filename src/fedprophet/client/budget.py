@@ -8,6 +8,7 @@ of the allocator, and the cheapest that then keeps within the budget is taken.
 """
 
 import gc
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
@@ -108,7 +109,8 @@ class LocalIteration:
     def cheapest(self, budget: int) -> Planned:
         """Return the cheapest plan that is predicted to fit; BudgetError if none does."""
         attack, attack_peak = self._first_fitting(self._attack_peak, self._attacks(), budget)
-        step, step_peak = self._first_fitting(self._step_peak, self._steps(), budget)
+        kept = self._kept(attack)
+        step, step_peak = self._first_fitting(lambda plan: self._step_peak(plan) + kept, self._steps(), budget)
         return Planned(_joined(attack, step), max(attack_peak, step_peak))
 
     def checked(self, budget: int) -> Checked:
@@ -135,8 +137,8 @@ class LocalIteration:
         *_, pieces = self._steps()
         whole = [plan for plan in self._steps() if plan.sliced] or [MemoryPlan(step=Step.FUSED)]
         smallest = [replace(pieces, rounded=rounding) for rounding in ((False, True) if rounded else (False,))]
-        step = min(map(self._step_peak, [*smallest, *whole]))
         attacks = {plan.attack_sliced: plan for plan in self._attacks()}  # the last of either kind
+        step = min(map(self._step_peak, [*smallest, *whole])) + self._kept(attacks[False])
         attack = sys.maxsize
         for plan in attacks.values():
             if attack > step:  # one that takes no more than the step does not count, whatever another takes
@@ -145,7 +147,7 @@ class LocalIteration:
 
     def predicted(self, plan: MemoryPlan) -> int:
         """Return the bytes that an iteration by a plan is predicted to take; nothing is allocated."""
-        return max(self._attack_peak(plan), self._step_peak(plan))
+        return max(self._attack_peak(plan), self._step_peak(plan) + self._kept(plan))
 
     def measured(self, plan: MemoryPlan) -> int:
         """Run an iteration on random inputs; return the bytes that it took. The part is trained by it."""
@@ -236,16 +238,17 @@ class LocalIteration:
             yield torch.cuda.max_memory_allocated(self._device)
 
     def _attack_peak(self, plan: MemoryPlan) -> int:
-        samples = plan.attack if self._device.type == "cuda" else 0
+        if self.threat is None:
+            return 0
+        return self._kept(plan) + self._peak(
+            lambda labels, _: self._attack(plan, self._inputs(), labels, self._ascent(plan))
+        )
 
-        def attack(labels: Tensor, _: Descent) -> Tensor:
-            x = self._inputs()
-            captured = x[:samples].clone(), x[:samples].clone()  # what a graph reads and writes
-            found = self._attack(plan, x, labels, self._ascent(plan))
-            del captured
-            return found
-
-        return self._peak(attack) if self.threat else 0
+    def _kept(self, plan: MemoryPlan) -> int:
+        """Return the bytes that the graph of an attack keeps, through the step as well: what it reads and writes."""
+        if self.threat is None or self._device.type != "cuda":
+            return 0
+        return 2 * account_of(self._device).size(plan.attack * math.prod(self.input_shape) * torch.float32.itemsize)
 
     def _step_peak(self, plan: MemoryPlan) -> int:
         return self._peak(lambda labels, descent: self._step(plan, self._inputs(), labels, descent, self._ascent(plan)))
