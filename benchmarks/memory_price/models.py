@@ -16,7 +16,9 @@ from fedprophet.cascade.cost import ChainCost, cost_of
 from fedprophet.cascade.measure import bytes_of, measured_peak
 from fedprophet.cascade.partition import cut_further, partition
 from fedprophet.client.budget import Checked, LocalIteration, MeasuredCost, iteration_of
+from fedprophet.client.limits import ROOM
 from fedprophet.client.memory_plan import PLAIN, MemoryPlan
+from fedprophet.client.planning import TriedCost
 from fedprophet.errors import BudgetError
 from fedprophet.machine import describe
 from fedprophet.messages.values import LocalTraining
@@ -76,7 +78,8 @@ class Model:
 
     def modules(self, budget: int) -> Iterator[dict[str, Any]]:
         """Yield what each module of a budget takes, plain and planned."""
-        needs = MeasuredCost.of(self.cost, self.chain, self.training)
+        kind = TriedCost if self.chain.device.type == "cuda" else MeasuredCost
+        needs = kind.of(self.cost, self.chain, self.training)
         for module in cut_further(partition(self.cost, budget), self.cost, needs, budget):
             iteration = self.iteration(module.first, module.last)
             found = {
@@ -120,7 +123,8 @@ class Model:
         return Trial(iteration, plan, steps or TIMED_STEPS[self.chain.device.type])
 
     def _limited(self, trial: Trial, limit: int | None) -> AbstractContextManager[None]:
-        return nullcontext() if limit is None else allocator_limit(trial.device, limit - trial.held)
+        """Limit a trial as a training is limited: convolutions remember the workspaces of the plan's own limit."""
+        return nullcontext() if limit is None else allocator_limit(trial.device, limit + ROOM - trial.held)
 
     def swapped(self, budget: int, folder: Path) -> dict[str, Any]:
         """Return what an iteration of the whole model takes in a budget, with what does not fit on disk."""

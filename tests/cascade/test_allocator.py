@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from fedprophet.cascade import allocator
-from fedprophet.cascade.allocator import CUBLAS, allocator_limit, left_over, ran_out, spare_memory
+from fedprophet.cascade.allocator import CUBLAS, allocator_limit, on_own_stream, ran_out, spare_memory
 from fedprophet.cascade.measure import measured_peak
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -44,12 +45,6 @@ def test_it_is_said_where_it_may_be_too_late(no_settings: pytest.MonkeyPatch) ->
         spare_memory()
 
 
-def _segment(pool: tuple[int, int], device: int = 0, **blocks: int) -> dict[str, object]:
-    """Return a segment as torch describes it, with blocks by their state."""
-    described = [{"state": state, "size": size} for state, size in blocks.items()]
-    return {"device": device, "segment_pool_id": pool, "blocks": described}
-
-
 def test_the_limit_is_so_much_more_than_the_allocator_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 1000 bytes it holds 300: 150 more are a share of 0.45, which is a half byte short of 451; 20 less are 0.28,
     and a limit that is there is not raised. The share that was there comes back, after an error as well.
@@ -58,35 +53,51 @@ def test_the_limit_is_so_much_more_than_the_allocator_holds(monkeypatch: pytest.
     cuda = SimpleNamespace(
         synchronize=lambda device: None,
         empty_cache=lambda: shares.append(-1),
-        mem_get_info=lambda device: (500, 1000),
+        get_device_properties=lambda device: SimpleNamespace(total_memory=1000),
         memory_reserved=lambda device: 300,
         get_per_process_memory_fraction=lambda device: shares[0],
         set_per_process_memory_fraction=lambda share, device: shares.append(share),
     )
     monkeypatch.setattr(allocator.torch, "cuda", cuda)
     monkeypatch.setattr(allocator, "_first_graph", lambda device: None)
+    monkeypatch.setattr(allocator, "on_own_stream", lambda device: nullcontext())
     for more in (150, -20, 900, -301):
         with pytest.raises(KeyError), allocator_limit(CUDA, more):
             raise KeyError
     assert shares[1:] == [-1, 0.4505, 0.9, -1, 0.2805, 0.9, -1, 0.9, 0.9, -1, 0.0005, 0.9]
 
 
-def test_what_is_left_over_lies_beside_tensors_of_the_device_and_in_no_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A segment without tensors is given back before, once the device is done with it."""
-    cached, waiting = [_segment((0, 0), inactive=1000)], [True]
-    segments = [
-        _segment((0, 0), active_allocated=200, inactive=40),
-        _segment((0, 7), active_allocated=50, inactive=50),
-        _segment((0, 0), device=1, inactive=500),
-        _segment((0, 0), inactive=3),
-    ]
-    cuda = SimpleNamespace(
-        synchronize=lambda device: waiting.clear(),
-        empty_cache=lambda: waiting or cached.clear(),
-        memory_snapshot=lambda: segments + cached,
-    )
-    monkeypatch.setattr(allocator.torch, "cuda", cuda)
-    assert left_over(CUDA) == 43
+class _Stream:
+    """A stream that tells what it waits for."""
+
+    def __init__(self, name: str, told: list[str]) -> None:
+        self.name, self._told = name, told
+
+    def wait_stream(self, other: "_Stream") -> None:
+        self._told.append(f"{self.name} waits for {other.name}")
+
+
+def test_what_is_limited_comes_after_what_was_asked_for_and_before_what_follows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a stream of its own, after an error as well."""
+    told: list[str] = []
+    own, outside = _Stream("own", told), _Stream("outside", told)
+
+    @contextmanager
+    def stream(chosen: _Stream):
+        told.append(f"on {chosen.name}")
+        yield
+        told.append("off")
+
+    monkeypatch.setattr(allocator, "own_stream", lambda device: own)
+    monkeypatch.setattr(allocator.torch, "cuda", SimpleNamespace(current_stream=lambda device: outside, stream=stream))
+    with on_own_stream(CUDA):
+        told.append("work")
+    assert told == ["own waits for outside", "on own", "work", "off", "outside waits for own"]
+    with pytest.raises(KeyError), on_own_stream(CUDA):
+        raise KeyError
+    assert told[-1] == "outside waits for own"
 
 
 def test_what_says_that_memory_ran_out() -> None:
@@ -113,6 +124,17 @@ def test_within_the_limit_no_more_can_be_allocated_and_after_it_it_can() -> None
     assert torch.cuda.get_per_process_memory_fraction(CUDA) == share
     torch.empty(100 * MB, dtype=torch.uint8, device=CUDA)
     del kept
+
+
+@needs_gpu
+def test_gaps_beside_other_tensors_are_of_no_use_within_a_limit() -> None:
+    """Five pieces of 8 MB lie free between five that stay: the first of as many new ones finds no room in them."""
+    pieces = [torch.empty(8 * MB, dtype=torch.uint8, device=CUDA) for _ in range(10)]
+    del pieces[::2]
+    with allocator_limit(CUDA, 10 * MB), pytest.raises(torch.OutOfMemoryError):
+        torch.empty(8 * MB, dtype=torch.uint8, device=CUDA)
+    with allocator_limit(CUDA, 65 * MB):  # three steps of 20 MiB
+        assert len([torch.empty(8 * MB, dtype=torch.uint8, device=CUDA) for _ in range(5)]) == 5
 
 
 @needs_gpu

@@ -16,10 +16,12 @@ from fedprophet.client import trainer
 from fedprophet.client.budget import LocalIteration, iteration_of
 from fedprophet.client.captured import Ascent, CapturedAscent, ascent_of
 from fedprophet.client.descent import Descent, Loss
+from fedprophet.client.limits import limited
 from fedprophet.client.memory_plan import PLAIN, MemoryPlan, Step
 from fedprophet.client.part import ModelPart
+from fedprophet.client.planning import Planner
 from fedprophet.client.statistics import TwoSets
-from fedprophet.client.trainer import attacked, train, training_loss
+from fedprophet.client.trainer import FetchedInputs, attacked, train, training_loss
 from fedprophet.messages.tasks import Train
 from fedprophet.messages.values import LocalTraining
 from fedprophet.models import build
@@ -217,15 +219,40 @@ def test_every_module_of_vgg16_keeps_within_its_budget_on_a_gpu(number: int) -> 
     found = iteration.checked(BUDGET)
     assert 0.95 * found.peak <= found.measured <= BUDGET
     assert found.limit is not None
-    trial = iteration._tried_within(found.plan, found.limit)
+    trial = iteration._tried_within(found.plan, found.limit, 64)
     assert max(trial.attack, trial.step) <= BUDGET
+
+
+@needs_gpu
+@pytest.mark.parametrize("number", range(7))
+def test_every_module_of_vgg16_is_trained_within_its_limit_on_a_gpu(number: int) -> None:
+    """In passes of two whole batches and one of two samples, beside tensors with gaps between them; then once more,
+    when the plan is known.
+    """
+    others = [torch.zeros(3 * 10**6, dtype=torch.uint8, device=CUDA) for _ in range(40)]
+    del others[::2]
+    iteration, planner = _modules()[number], Planner()
+    training, part = replace(iteration.training, iterations=6), iteration.part
+    task = Train(round=1, client=2, seed=3, training=training, threat=iteration.threat, memory=BUDGET)
+    images, labels = torch.rand(130, *iteration.input_shape), torch.arange(130, device=CUDA) % 10
+    inputs = FetchedInputs(130, lambda positions: images[positions].to(CUDA))
+    peaks, before = [], torch.cuda.memory_allocated()
+    for _ in range(2):
+        with limited(task, part, inputs, (), planner) as terms:
+            train(task, part, inputs, labels, plan=terms.plan)
+        peaks.append(terms.peak)
+    assert 0 < peaks[0] <= BUDGET
+    assert 0 < peaks[1] <= BUDGET
+    torch._C._cuda_clearCublasWorkspaces()
+    assert torch.cuda.memory_allocated() <= before
+    assert all(not other.any() for other in others)
 
 
 @needs_gpu
 def test_a_plan_that_does_not_fit_runs_out_and_leaves_no_trace() -> None:
     iteration = _modules()[0]
     before = torch.cuda.memory_allocated()
-    trial = iteration._tried_within(PLAIN, 20 * 10**6)
+    trial = iteration._tried_within(PLAIN, 20 * 10**6, 64)
     assert trial.attack > BUDGET
     assert torch.cuda.memory_allocated() <= before + 10**6  # cuBLAS keeps its workspaces
     with allocator_limit(CUDA, 10**6), pytest.raises(torch.OutOfMemoryError):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fedprophet.cascade.atoms import explicit_chain
-from fedprophet.client.descent import Descent, batches, fused_loss, whole_loss
+from fedprophet.client.descent import Descent, batch_sizes, batches, fused_loss, whole_loss
 from fedprophet.client.memory_plan import MemoryPlan, Step
 from fedprophet.client.part import ModelPart
 from fedprophet.client.trainer import train
@@ -142,3 +142,22 @@ def test_where_memory_is_limited_momenta_are_there_first(
     monkeypatch.setattr(Descent, "of", lambda part, hyper, begun=False: asked.append(begun) or of(part, hyper, begun))
     train(replace(TASK, memory=memory), _linear()[1], torch.ones(4, 2), torch.zeros(4, dtype=torch.long))
     assert asked == [begun]
+
+
+@pytest.mark.parametrize(
+    ("samples", "batch", "iterations", "expected"),
+    [
+        (10, 4, 5, {4, 2}),  # 4, 4, 2, 4, 4
+        (10, 4, 2, {4}),
+        (10, 4, 3, {4, 2}),
+        (8, 4, 9, {4}),
+        (3, 4, 1, {3}),
+        (9, 4, 2, {4}),
+        (9, 4, 3, {4, 1}),
+        (1, 1, 1, {1}),
+    ],
+)
+def test_the_sizes_of_batches(samples, batch, iterations, expected):
+    training = LocalTraining(iterations, batch, 0.1, momentum=0.0, weight_decay=0.0, strong_convexity=0.0)
+    task = Train(round=1, client=0, seed=0, training=training)
+    assert batch_sizes(training, samples) == expected == {len(b) for b in batches(samples, batch, iterations, task)}

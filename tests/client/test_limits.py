@@ -1,7 +1,9 @@
 """A limit on the memory of training: the plan that it leads to, what is counted, and the error where it is exceeded."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -302,10 +304,9 @@ class _Cuda:
             "empty_cache": lambda: None,
             "memory_allocated": lambda _: 300,
             "memory_reserved": lambda _: 300,
-            "memory_snapshot": list,
             "max_memory_allocated": lambda _: self.peak,
             "reset_peak_memory_stats": lambda _: None,
-            "mem_get_info": lambda _: (700, 1000),
+            "get_device_properties": lambda _: SimpleNamespace(total_memory=1000),
             "get_per_process_memory_fraction": lambda _: self.fraction,
             "set_per_process_memory_fraction": set_fraction,
         }
@@ -313,6 +314,7 @@ class _Cuda:
             monkeypatch.setattr(torch.cuda, name, answer)
         monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
         monkeypatch.setattr(allocator, "_first_graph", lambda _: None)
+        monkeypatch.setattr(allocator, "on_own_stream", lambda _: nullcontext())
 
 
 HELD = [torch.zeros(25)]

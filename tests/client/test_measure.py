@@ -9,13 +9,15 @@ import torch
 from torch import nn
 
 from fedprophet.attacks import ATTACKS, AttackEntry, Outcome
+from fedprophet.attacks.pgd import random_start
 from fedprophet.cascade.atoms import explicit_chain
 from fedprophet.client import measure
 from fedprophet.client.measure import evaluate, evaluated_positions, perturbation_magnitude
 from fedprophet.client.part import ModelPart
 from fedprophet.data.dataset import LocalExamples, TensorExamples
 from fedprophet.messages.tasks import Evaluate, Measure
-from fedprophet.threat import feature_threat, input_threat
+from fedprophet.randomness import generator
+from fedprophet.threat import ThreatModel, feature_threat, input_threat
 
 TASK = Measure(round=1, client=0, seed=0, batch=3, threat=input_threat(0.1, 0.05, 20))
 
@@ -166,6 +168,21 @@ def test_magnitude_of_a_linear_map_is_its_largest_singular_value() -> None:
     found = perturbation_magnitude(task, part, torch.randn(7, 2, generator=torch.Generator().manual_seed(0)))
     assert found == pytest.approx(1.5, rel=0.01)
     assert found <= 1.5 + 1e-5
+
+
+@pytest.mark.parametrize("batch", [8, 4, 3, 1])
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+def test_a_magnitude_does_not_depend_on_how_many_samples_are_measured_at_a_time(norm: str, batch: int) -> None:
+    """By steps of no length the random starts alone are measured: those of eight samples at a time."""
+    part = ModelPart(explicit_chain(nn.Sequential(nn.Flatten())), 0, 1, None)
+    threat = ThreatModel(norm, 0.5, 0.0, 1, (-math.inf, math.inf))
+    inputs = torch.zeros(20, 3)
+    expected = 0.0
+    for number, size in enumerate((8, 8, 4)):
+        draw = generator(5, "measuring attack", 1, 2, number)
+        expected += float(random_start(torch.zeros(size, 3), threat, draw).norm(dim=1).sum())
+    task = Measure(round=1, client=2, seed=5, last=1, batch=batch, drawn=8, threat=threat)
+    assert perturbation_magnitude(task, part, inputs) == pytest.approx(expected / 20, rel=1e-5)
 
 
 def test_magnitude_is_a_mean_of_per_sample_norms() -> None:

@@ -15,7 +15,7 @@ from fedprophet.client import planning
 from fedprophet.client.budget import Checked, LocalIteration, MeasuredCost, Planned, iteration_of
 from fedprophet.client.memory_plan import PLAIN, MemoryPlan, Step
 from fedprophet.client.part import ModelPart
-from fedprophet.client.planning import PlannedCost, Planner
+from fedprophet.client.planning import PlannedCost, Planner, TriedCost
 from fedprophet.errors import BudgetError
 from fedprophet.messages.values import LocalTraining
 from fedprophet.threat import input_threat
@@ -178,3 +178,37 @@ def test_on_a_gpu_a_plan_is_tried_once_and_the_part_is_left_as_it_was(monkeypatc
         assert planner.cheapest(iteration, limit) == Planned(MemoryPlan(attack=2), 40)
     assert tried == [100, 200]
     assert all(torch.equal(a, b) for a, b in zip(before, iteration.part.tensors, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("enough", "most", "need", "tried"),
+    [
+        (990_000, 4, 1_010_000, [1_000_000]),
+        (1_040_000, 4, 1_050_804, [1_000_000, 1_020_000, 1_040_400]),
+        (10**9, 1.03, 1_050_804, [1_000_000, 1_020_000]),
+    ],
+)
+def test_on_a_gpu_a_client_needs_what_a_trial_passes_with(
+    enough: int, most: float, need: int, tried: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1,000,000 bytes are predicted, with a hundredth beside them; then each time a fiftieth more, of which a
+    hundredth is not for the trial, until it passes or would have too much. What was tried is remembered.
+    """
+    limits: list[int] = []
+
+    def cheapest(self: Planner, iteration: LocalIteration, limit: int) -> Planned:
+        torch.rand(3)  # the inputs of a trial
+        limits.append(limit)
+        if limit < enough:
+            raise BudgetError
+        return Planned(PLAIN, 1)
+
+    monkeypatch.setattr(Planner, "cheapest", cheapest)
+    monkeypatch.setattr(planning, "MOST", most)
+    monkeypatch.setattr(MeasuredCost, "memory", lambda self, first, last: 1_000_000)
+    chain = _chain()
+    cost = TriedCost.of(_cost(chain), chain, HYPER)
+    before = torch.get_rng_state()
+    assert cost.memory(0, 2) == cost.memory(0, 2) == need
+    assert limits == tried
+    assert torch.equal(torch.get_rng_state(), before), "a run's draws must not depend on it"

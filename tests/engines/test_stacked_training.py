@@ -7,11 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fedprophet.client.descent import batches
-from fedprophet.engines.fusing import batch_sizes
 from fedprophet.fast.kernels import Kernels
-from fedprophet.messages.tasks import Train
-from fedprophet.messages.values import LocalTraining
 from fedprophet.threat import ThreatModel
 
 
@@ -165,25 +161,6 @@ def test_groups_have_clients_of_one_size(session_of, joint, assert_same_training
 def test_batches_of_two_sizes_and_several_passes(session_of, joint, assert_same_training):
     session = session_of({"method": "jfat", "train.batch": 80, "train.iterations": 7})
     assert_same_training(session, joint(session, threat=None))
-
-
-@pytest.mark.parametrize(
-    ("samples", "batch", "iterations", "expected"),
-    [
-        (10, 4, 5, {4, 2}),  # 4, 4, 2, 4, 4
-        (10, 4, 2, {4}),
-        (10, 4, 3, {4, 2}),
-        (8, 4, 9, {4}),
-        (3, 4, 1, {3}),
-        (9, 4, 2, {4}),
-        (9, 4, 3, {4, 1}),
-        (1, 1, 1, {1}),
-    ],
-)
-def test_the_sizes_of_batches(samples, batch, iterations, expected):
-    training = LocalTraining(iterations, batch, 0.1, momentum=0.0, weight_decay=0.0, strong_convexity=0.0)
-    task = Train(round=1, client=0, seed=0, training=training)
-    assert batch_sizes(training, samples) == expected == {len(b) for b in batches(samples, batch, iterations, task)}
 
 
 def test_a_batch_of_a_single_sample_goes_to_the_plain_path(session_of, caplog, joint, assert_same_training):

@@ -97,12 +97,17 @@ def test_what_follows_may_work_in_place(halves, memory_format):
     assert float(errors_by_row(gradient, expected_gradient).max()) < ROUNDING
 
 
-def test_what_is_no_number_stays_none_behind_a_relu_too(halves):
-    """A position that is no number reaches the nine around it, in every channel."""
-    x = images(2, 64, 4, 4)
-    x[1, 3, 1, 1] = torch.nan
-    found = halves.HalvesConvolution(convolution(64, 64), relu=True)(x)
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_is_no_number_around_it_and_nowhere_else(halves, number):
+    """A position reaches the nine around it, in every channel, behind a ReLU too; all others are as without it."""
+    layer, x = convolution(64, 64), images(2, 64, 4, 4)
+    with exact_products():
+        expected = layer(x).relu()
+    x[1, 3, 1, 1] = number
+    found = halves.HalvesConvolution(layer, relu=True)(x)
     assert found.isnan().sum(dim=(1, 2, 3)).tolist() == [0, 9 * 64]
+    elsewhere = ~found.isnan()
+    assert float((found - expected)[elsewhere].norm() / expected[elsewhere].norm()) < ROUNDING
 
 
 @pytest.mark.parametrize(

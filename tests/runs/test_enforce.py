@@ -11,16 +11,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fedprophet.cascade.atoms import Chain
 from fedprophet.client.budget import LocalIteration, iteration_of
 from fedprophet.client.memory_plan import MemoryPlan
-from fedprophet.client.planning import LEAST_ALLOWANCE, PlannedCost
+from fedprophet.client.planning import LEAST_ALLOWANCE, PlannedCost, TriedCost
+from fedprophet.engines import EngineParts
 from fedprophet.errors import BudgetError
 from fedprophet.messages.answers import Reported
 from fedprophet.messages.values import Resources
 from fedprophet.methods import METHODS
 from fedprophet.runs.play import play
 from fedprophet.runs.run import RunStoppedError, reopen, start
-from fedprophet.runs.session import Session, assemble
+from fedprophet.runs.session import Session, _as_tried, assemble
 from fedprophet.runs.setup import module_rows
 from fedprophet.server.coordinator import Record, play_round
 from fedprophet.storage import mapped
@@ -248,6 +250,24 @@ def test_a_module_that_fits_no_plan_is_cut_further_and_only_where_memory_is_enfo
     assert all(needs.memory(*span) <= session.budget for span in _spans(session))
     assert [row["layers"] for row in module_rows(session)["modules"][1:3]] == [["Conv 4"], ["Conv 5"]]
     assert session.method.initial().heads.keys() > paper.method.initial().heads.keys()
+
+
+def test_on_a_gpu_a_module_that_passes_no_trial_is_cut_further_as_well(tiny, monkeypatch) -> None:
+    """Of the first four atoms more than two together pass none. A run that was begun keeps its modules."""
+    config = tiny({**LIMITED, **CUT})
+    predicted = assemble(config).world
+    sizes = {span: predicted.needs.memory(*span) for span in [(0, 2), (2, 4), (4, 5), (5, 6), (6, 8)]}
+    monkeypatch.setattr(TriedCost, "memory", lambda self, first, last: sizes.get((first, last), 10**12 + last))
+
+    def engine(parts: EngineParts) -> None:
+        """Bring the chain to a GPU."""
+        monkeypatch.setattr(Chain, "device", torch.device("cuda", 0))
+
+    tried = assemble(config, engine=engine)
+    assert _spans(tried) == list(sizes)
+    assert tried.world.needs.memory(0, 4) == 10**12 + 4
+    begun = _as_tried(predicted, cut=False)
+    assert (begun.modules, begun.needs.memory(0, 4)) == (predicted.modules, 10**12 + 4)
 
 
 @pytest.mark.parametrize("model", ["paper", pytest.param("measured", marks=pytest.mark.slow)])

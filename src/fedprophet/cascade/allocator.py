@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -45,40 +46,44 @@ def spare_memory() -> None:
 
 @contextmanager
 def allocator_limit(device: torch.device, bytes_: int) -> Iterator[None]:
-    """Let the allocator hold at most `bytes_` more than it holds now, within a `with` block.
+    """Let a `with` block hold at most `bytes_` of a GPU's memory, beside what the allocator holds now.
 
-    What it holds is what is allocated, and what is freed and kept for later. Of that it cannot give back what lies
-    beside tensors (`left_over`): in one piece it serves for as much more, in many for nothing.
+    It runs on a stream of its own. What was freed on one stream serves that one alone, so the block has no use of gaps
+    that lie beside other tensors and cannot be given back: it begins with nothing, and what it finds does not depend
+    on what else is there. What it holds are its tensors, and what it freed and keeps for later, in steps of 20 MiB.
     torch.OutOfMemoryError is raised where this does not do, but for workspaces of convolutions, which become smaller.
     """
     _first_graph(device)
-    _give_back(device)
-    _, total = torch.cuda.mem_get_info(device)
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(device).total_memory
     before = torch.cuda.get_per_process_memory_fraction(device)
     allowed = torch.cuda.memory_reserved(device) + bytes_
     # torch multiplies the share again, and cuts off what is behind the point. A limit that is there already holds on.
     torch.cuda.set_per_process_memory_fraction(min((max(allowed, 0) + 0.5) / total, before), device)
     try:
-        yield
+        with on_own_stream(device):
+            yield
     finally:
         torch.cuda.set_per_process_memory_fraction(before, device)
 
 
-def left_over(device: torch.device) -> int:
-    """Return the bytes that the allocator cannot give back, as they lie beside tensors, and that it may use.
+@contextmanager
+def on_own_stream(device: torch.device) -> Iterator[None]:
+    """Run a `with` block on `own_stream`: after what was asked for before it, and before what comes after it."""
+    stream, outside = own_stream(device), torch.cuda.current_stream(device)
+    stream.wait_stream(outside)
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        outside.wait_stream(stream)
 
-    All else is given back first. What pools of graphs hold is theirs alone: it counts as allocated.
-    """
-    _give_back(device)
-    segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-    shared = [part for part in segments if part["device"] == device.index and tuple(part["segment_pool_id"]) == (0, 0)]
-    return sum(block["size"] for part in shared for block in part["blocks"] if block["state"] == "inactive")
 
-
-def _give_back(device: torch.device) -> None:
-    """Let the allocator give back what is freed and what it kept for later."""
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
+@cache
+def own_stream(device: torch.device) -> Any:
+    """Return the stream of all that is limited and captured on a device: cuBLAS has workspaces for every stream."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 @cache

@@ -25,6 +25,7 @@ from fedprophet.cli.options import (
 )
 from fedprophet.client.budget import LocalIteration, iteration_of
 from fedprophet.client.memory_plan import PLAIN
+from fedprophet.client.planning import TriedCost
 from fedprophet.display.tables import Column, Page, Table
 from fedprophet.errors import BudgetError, ConfigError
 from fedprophet.models import build
@@ -54,6 +55,8 @@ def memory_command(
     needs = model_cost(model, input_, classes, batch, optimizer, "measured", place)
     with torch.device(place if measure else "meta"):
         chain = chain_of(build(model, cost.input[1:], classes))
+    if measure and place.type == "cuda":
+        needs = TriedCost.of(cost, chain, training)
     rows = []
     with progress_bar() as watch:
         watch("counting memory", 0, None)

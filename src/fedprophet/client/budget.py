@@ -8,6 +8,7 @@ of the allocator, and the cheapest that then keeps within the budget is taken.
 """
 
 import gc
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedprophet.cascade.allocator import allocator_limit, left_over, ran_out
+from fedprophet.cascade.allocator import allocator_limit, ran_out
 from fedprophet.cascade.atoms import Chain
 from fedprophet.cascade.cost import ChainCost
 from fedprophet.cascade.heads import Head, build_head
@@ -50,7 +51,7 @@ TOLERANCE = 0.05
 """How far a measurement may exceed its prediction before a smaller budget is planned for."""
 TRIAL_RUNS = 3
 """The first sets up what is set up once, the second captures what is captured, the third is like all further ones."""
-SLACKS = (64 * 2**20, 24 * 2**20, 8 * 2**20, 0)
+SLACKS = tuple(mib * 2**20 for mib in (64, 48, 32, 16, 0))
 """Bytes that the allocator may hold beyond a budget, as it takes memory in steps of 20 MiB and keeps some for later.
 What is allocated has to keep within the budget all the same."""
 OUT = sys.maxsize
@@ -93,7 +94,9 @@ class Trial(NamedTuple):
 class LocalIteration:
     """What is planned: a part of a chain is attacked and trained on batches of inputs (their shape is one sample's).
 
-    `place` is the device that it is planned for, if that is not where the chain is.
+    `place` is the device that it is planned for, if that is not where the chain is. `sizes` are those of the batches
+    that it will meet, the largest first, where that is known: convolutions have other workspaces for a smaller batch
+    at the end of a pass, and a trial must have met them.
     """
 
     part: ModelPart
@@ -101,11 +104,13 @@ class LocalIteration:
     training: LocalTraining
     threat: ThreatModel | None
     place: torch.device | None = None
+    sizes: tuple[int, ...] = ()
 
     def cheapest(self, budget: int) -> Planned:
         """Return the cheapest plan that is predicted to fit; BudgetError if none does."""
         attack, attack_peak = self._first_fitting(self._attack_peak, self._attacks(), budget)
-        step, step_peak = self._first_fitting(self._step_peak, self._steps(), budget)
+        kept = self._kept(attack)
+        step, step_peak = self._first_fitting(lambda plan: self._step_peak(plan) + kept, self._steps(), budget)
         return Planned(_joined(attack, step), max(attack_peak, step_peak))
 
     def checked(self, budget: int) -> Checked:
@@ -132,8 +137,8 @@ class LocalIteration:
         *_, pieces = self._steps()
         whole = [plan for plan in self._steps() if plan.sliced] or [MemoryPlan(step=Step.FUSED)]
         smallest = [replace(pieces, rounded=rounding) for rounding in ((False, True) if rounded else (False,))]
-        step = min(map(self._step_peak, [*smallest, *whole]))
         attacks = {plan.attack_sliced: plan for plan in self._attacks()}  # the last of either kind
+        step = min(map(self._step_peak, [*smallest, *whole])) + self._kept(attacks[False])
         attack = sys.maxsize
         for plan in attacks.values():
             if attack > step:  # one that takes no more than the step does not count, whatever another takes
@@ -142,7 +147,7 @@ class LocalIteration:
 
     def predicted(self, plan: MemoryPlan) -> int:
         """Return the bytes that an iteration by a plan is predicted to take; nothing is allocated."""
-        return max(self._attack_peak(plan), self._step_peak(plan))
+        return max(self._attack_peak(plan), self._step_peak(plan) + self._kept(plan))
 
     def measured(self, plan: MemoryPlan) -> int:
         """Run an iteration on random inputs; return the bytes that it took. The part is trained by it."""
@@ -175,31 +180,38 @@ class LocalIteration:
         raise self._nothing_fits(budget)
 
     def _trial(self, plan: MemoryPlan, budget: int) -> Trial:
+        """Try a plan on batches of each size, until one exceeds the budget; the limit is that of the largest."""
+        tried: list[Trial] = []
+        for size in self.sizes or (self.training.batch,):
+            tried.append(self._tried_below(plan, budget, size))
+            if tried[-1].peak > budget:
+                break
+        return Trial(max(trial.attack for trial in tried), max(trial.step for trial in tried), tried[0].limit)
+
+    def _tried_below(self, plan: MemoryPlan, budget: int, size: int) -> Trial:
         """Try a plan under the highest limit of the allocator with which it keeps within the budget.
 
-        The lower it is, the smaller workspaces convolutions take; but under one that just does, a training fails that
-        leaves other gaps in the allocator's memory than the trial did. Gaps that are there already may serve as well:
-        lower limits leave half of them or all of them out.
+        The lower it is, the smaller workspaces convolutions take, and the likelier it is that tensors themselves find
+        no room between others.
         """
-        gaps = left_over(self._device)
-        trial = self._tried_within(plan, budget + SLACKS[0])
-        for slack in (*SLACKS[1:], *((-gaps // 2, -gaps) if gaps else ())):
+        trial = self._tried_within(plan, budget + SLACKS[0], size)
+        for slack in SLACKS[1:]:
             if trial.peak <= budget or trial.peak == OUT:
                 break
-            lower = self._tried_within(plan, budget + slack)
+            lower = self._tried_within(plan, budget + slack, size)
             if lower.peak == OUT:
                 break
             trial = lower
         return trial
 
-    def _tried_within(self, plan: MemoryPlan, limit: int) -> Trial:
+    def _tried_within(self, plan: MemoryPlan, limit: int, size: int) -> Trial:
+        """Try a plan on batches of a size under a limit, as a training would do it that begins within the limit."""
         device = self._device
-        labels, descent = self._beginning()
-        held, before = bytes_of([*self._held(descent), labels]), cuda_base(device)
+        held, before = bytes_of(self.part.tensors), cuda_base(device)
         worst, half = [0, 0], 0
         try:
             with allocator_limit(device, limit - held):
-                for peak in self._halves_of_iterations(plan, labels, descent):
+                for peak in self._halves_of_iterations(plan, size):
                     worst[half], half = max(worst[half], peak - before + held), 1 - half
         except RuntimeError as error:
             if not ran_out(error):
@@ -210,31 +222,33 @@ class LocalIteration:
         gc.collect()  # tensors that the error's frames hold, and graphs
         return Trial(worst[0], worst[1], limit)
 
-    def _halves_of_iterations(self, plan: MemoryPlan, labels: Tensor, descent: Descent) -> Iterator[int]:
+    def _halves_of_iterations(self, plan: MemoryPlan, size: int) -> Iterator[int]:
         """Attack and step in turn, yield the most bytes that were allocated in each half."""
+        labels, descent = self._beginning()
         ascend = self._ascent(plan)
         for _ in range(TRIAL_RUNS):
             torch.cuda.reset_peak_memory_stats(self._device)
-            x = self._attack(plan, self._inputs(), labels, ascend)
+            x = self._attack(plan, self._inputs(size), labels[:size], ascend)
             torch.cuda.synchronize(self._device)
             yield torch.cuda.max_memory_allocated(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
-            self._step(plan, x, labels, descent, ascend)
+            self._step(plan, x, labels[:size], descent, ascend)
             del x  # a training has none of it either when the next batch comes
             torch.cuda.synchronize(self._device)
             yield torch.cuda.max_memory_allocated(self._device)
 
     def _attack_peak(self, plan: MemoryPlan) -> int:
-        samples = plan.attack if self._device.type == "cuda" else 0
+        if self.threat is None:
+            return 0
+        return self._kept(plan) + self._peak(
+            lambda labels, _: self._attack(plan, self._inputs(), labels, self._ascent(plan))
+        )
 
-        def attack(labels: Tensor, _: Descent) -> Tensor:
-            x = self._inputs()
-            captured = x[:samples].clone(), x[:samples].clone()  # what a graph reads and writes
-            found = self._attack(plan, x, labels, self._ascent(plan))
-            del captured
-            return found
-
-        return self._peak(attack) if self.threat else 0
+    def _kept(self, plan: MemoryPlan) -> int:
+        """Return the bytes that the graph of an attack keeps, through the step as well: what it reads and writes."""
+        if self.threat is None or self._device.type != "cuda":
+            return 0
+        return 2 * account_of(self._device).size(plan.attack * math.prod(self.input_shape) * torch.float32.itemsize)
 
     def _step_peak(self, plan: MemoryPlan) -> int:
         return self._peak(lambda labels, descent: self._step(plan, self._inputs(), labels, descent, self._ascent(plan)))
@@ -252,8 +266,8 @@ class LocalIteration:
                 compute(labels, descent)
         return int(live.peak)
 
-    def _inputs(self) -> Tensor:
-        return self.part.take(torch.rand(self.training.batch, *self.input_shape))
+    def _inputs(self, size: int | None = None) -> Tensor:
+        return self.part.take(torch.rand(size or self.training.batch, *self.input_shape))
 
     def _beginning(self) -> tuple[Tensor, Descent]:
         """Return labels, and an optimiser that has its momenta already, as it has where training is limited."""

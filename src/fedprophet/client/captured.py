@@ -14,13 +14,13 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedprophet.attacks.pgd import climb
+from fedprophet.cascade.allocator import on_own_stream, own_stream
 from fedprophet.cascade.measure import predicting
 from fedprophet.client.descent import Descent, Loss
 from fedprophet.client.part import ModelPart
@@ -76,14 +76,13 @@ class CapturedAscent(Ascent):
         super().__init__(part, threat, strong_convexity)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._size, self._device = size, device
-        self._stream = _stream(device)
         self._pool = _Pool(device)
         self._batch: tuple[Tensor, ...] = ()
         self._losses = self._captured_at = 0
         self._known: set[int] | None = None
 
     def __call__(self, clean: Tensor, perturbed: Tensor, labels: Tensor) -> Tensor:
-        with self._on_stream():
+        with on_own_stream(self._device):
             if len(clean) != self._size or not self._losses:
                 with self._pool.used():
                     return super().__call__(clean, perturbed, labels)
@@ -97,16 +96,16 @@ class CapturedAscent(Ascent):
             return self._batch[1]
 
     def before(self, compute: Callable[[], None]) -> None:
-        with self._on_stream(), self._pool.used():
+        with on_own_stream(self._device), self._pool.used():
             compute()
 
     def step(self, compute: Callable[[], Loss]) -> Loss:
-        with self._on_stream(), self._pool.used():
+        with on_own_stream(self._device), self._pool.used():
             loss = compute()
         self._losses += 1
 
         def backward(descent: Descent) -> None:
-            with self._on_stream(), self._pool.used():
+            with on_own_stream(self._device), self._pool.used():
                 loss.backward(descent)
 
         return Loss(loss.value, backward)
@@ -121,7 +120,7 @@ class CapturedAscent(Ascent):
             self._batch[1].copy_(eagerly(*self._batch))
 
         torch.cuda.synchronize(self._device)
-        self._graph = record(work, self._stream, self._pool.id)
+        self._graph = record(work, own_stream(self._device), self._pool.id)
         self._known, self._captured_at = self._allocated(), self._losses
 
     def _check_leftovers(self) -> None:
@@ -140,17 +139,6 @@ class CapturedAscent(Ascent):
         segments = torch.cuda.memory_snapshot(self._pool.id)  # type: ignore[no-untyped-call]
         return {block["address"] for part in segments for block in part["blocks"] if block["state"] != "inactive"}
 
-    @contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        """Run on the stream that graphs are captured on: memory that one stream frees is reused on that one alone."""
-        current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        try:
-            with torch.cuda.stream(self._stream):
-                yield
-        finally:
-            current.wait_stream(self._stream)
-
 
 class _Pool:
     """Memory of its own for what is allocated on the stream of graphs; graphs may be captured into it.
@@ -162,7 +150,7 @@ class _Pool:
     def __init__(self, device: torch.device) -> None:
         self._where = device.index or 0
         self.id = torch.cuda.graph_pool_handle()
-        with torch.cuda.stream(_stream(device)):
+        with torch.cuda.stream(own_stream(device)):
             self._begin()
             self._end()
         gone = weakref.finalize(self, torch._C._cuda_releasePool, self._where, self.id)
@@ -183,12 +171,6 @@ class _Pool:
 
     def _end(self) -> None:
         torch._C._cuda_endAllocateToPool(self._where, self.id)
-
-
-@cache
-def _stream(device: torch.device) -> Any:
-    """Return the stream of all graphs on a device: cuBLAS keeps workspaces for every stream that it was used on."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def record(work: Callable[[], None], stream: torch.cuda.Stream, pool: Any) -> torch.cuda.CUDAGraph:

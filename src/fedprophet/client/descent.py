@@ -62,6 +62,14 @@ def batches(samples: int, size: int, iterations: int, task: Task) -> Iterator[Te
             done += 1
 
 
+def batch_sizes(training: LocalTraining, samples: int) -> set[int]:
+    """Return the sizes of the batches that are trained on."""
+    full, rest = divmod(samples, training.batch)
+    passes = full + (rest > 0)
+    sizes = {training.batch} if full else set()
+    return sizes | {rest} if rest and training.iterations >= passes else sizes or {rest}
+
+
 def descend(task: Train | Distill, part: ModelPart, samples: int, loss_of: Callable[[int, Tensor], Loss]) -> float:
     """Step down a loss, given by iteration and batch, with SGD; return its mean over the iterations.
 

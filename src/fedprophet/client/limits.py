@@ -1,8 +1,9 @@
 """A limit on the memory that training takes: it ends with an error rather than exceed it.
 
 On a CPU every operation is followed (`cascade.measure.LiveBytes`), and the first whose tensors are too many is the
-last. On a GPU the allocator itself is given a limit, with room for gaps between tensors; what was allocated is compared
-with the training's own when it is over; and what is not in training leaves the device.
+last. On a GPU what was allocated, workspaces included, is compared with the limit when the training is over; the
+allocator is given a limit as well, with room for gaps between tensors; and what of the model is not in training leaves
+the device.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from fedprophet.cascade.allocator import allocator_limit, ran_out
 from fedprophet.cascade.measure import LiveBytes, bytes_of, cuda_base
-from fedprophet.client.budget import SLACKS, LocalIteration
+from fedprophet.client.budget import LocalIteration
+from fedprophet.client.descent import batch_sizes
 from fedprophet.client.memory_plan import PLAIN, MemoryPlan
 from fedprophet.client.part import ModelPart
 from fedprophet.client.planning import Planner
@@ -24,9 +26,10 @@ from fedprophet.errors import BudgetError
 from fedprophet.messages.tasks import Train
 from fedprophet.sizes import format_size
 
-ROOM = SLACKS[0]
-"""Bytes that a GPU's allocator may hold beyond a limit: memory has other gaps than when the plan was tried.
-(Convolutions remember the workspaces that they had to do with then.)"""
+ROOM = 256 * 2**20
+"""Bytes that a GPU's allocator may hold beyond a limit, in gaps between tensors. So much is never needed for them; more
+would be a mistake. (Convolutions take no more for it: they remember the workspaces that they had to do with when the
+plan was tried.)"""
 Exceeded = Callable[[int | None], BudgetError]
 """Returns the error for so many bytes; None where the allocator refused them."""
 
@@ -59,7 +62,8 @@ def limited(
         yield NO_TERMS
         return
     whole = replace(part, prior=None)  # a prediction knows no values
-    iteration = LocalIteration(whole, tuple(inputs[:1].shape[1:]), task.training, task.threat)
+    sizes = tuple(sorted(batch_sizes(task.training, len(inputs)), reverse=True))
+    iteration = LocalIteration(whole, tuple(inputs[:1].shape[1:]), task.training, task.threat, sizes=sizes)
     who = f"client {task.client}, {name_of(task, part)}"
     with _alone(part):
         try:
@@ -133,7 +137,7 @@ class _Tracker(LiveBytes):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def _on_cuda(terms: Terms, device: torch.device, held: Sequence[Tensor], exceeded: Exceeded) -> Iterator[None]:
-    """Give the allocator of a GPU its limit, and look what it has allocated at its peak."""
+    """Look what is allocated on a GPU at its peak, and let its allocator hold no more than that may need."""
     own = bytes_of(tensor for tensor in held if tensor.device == device)
     others = cuda_base(device) - own
     torch.cuda.reset_peak_memory_stats(device)
@@ -152,25 +156,15 @@ def _on_cuda(terms: Terms, device: torch.device, held: Sequence[Tensor], exceede
 
 @contextmanager
 def _alone(part: ModelPart) -> Iterator[None]:
-    """Leave a part's own tensors alone on a GPU within a `with` block, side by side; a chain on a CPU stays as it is.
-
-    What the allocator cannot give back, since it lies between tensors that stay, would count against a limit. So all
-    tensors of the chain leave, and those of the part come back. A trial then finds the memory as the training does.
-    """
+    """Leave a part's own tensors alone on a GPU within a `with` block; a chain on a CPU stays as it is."""
     device = part.chain.device
-    if device.type != "cuda":
-        yield
-        return
     own = {id(tensor) for tensor in part.tensors}
-    everything = [*part.chain.tensors.values(), *part.tensors]
+    others = [tensor for tensor in part.chain.tensors.values() if id(tensor) not in own]
     try:
-        _move(everything, torch.device("cpu"))
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
-        _move((tensor for tensor in everything if id(tensor) in own), device)
+        _move(others, torch.device("cpu"))
         yield
     finally:
-        _move(everything, device)
+        _move(others, device)
 
 
 def _move(tensors: Iterable[Tensor], device: torch.device) -> None:

@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from fedprophet.attacks import ATTACKS
-from fedprophet.attacks.pgd import pgd
+from fedprophet.attacks.pgd import climb, random_start
 from fedprophet.client.part import ModelPart
 from fedprophet.client.trainer import Inputs
 from fedprophet.data.dataset import Examples
 from fedprophet.messages.tasks import Evaluate, Measure
 from fedprophet.randomness import generator, key
+from fedprophet.threat import ThreatModel
 
 
 def evaluate(
@@ -68,15 +69,22 @@ def evaluated_positions(task: Evaluate, available: int) -> Tensor:
 
 def perturbation_magnitude(task: Measure, part: ModelPart, inputs: Inputs) -> float:
     """Return the mean over samples of max ‖Δz_m‖₂, by an attack that maximises ‖Δz_m‖ itself (for Eq. 11)."""
-    total = 0.0
+    total, size = 0.0, max(task.batch, task.drawn)
     with part.still():
-        for number, start in enumerate(range(0, len(inputs), task.batch)):
-            x = inputs[start : start + task.batch]
-            with torch.no_grad():
-                clean = part.features(x)
+        for number, start in enumerate(range(0, len(inputs), size)):
+            x = inputs[start : start + size]
             draw = generator(task.seed, "measuring attack", task.round, task.client, number)
-            # The square has the norm's direction and, unlike it, a gradient where nothing has moved yet.
-            attacked = pgd(lambda z, c=clean: (part.features(z) - c).square().sum(), x, task.threat, draw)  # type: ignore[misc]
-            with torch.no_grad():
-                total += float((part.features(attacked) - clean).flatten(1).norm(dim=1).sum())
+            started = random_start(x, task.threat, draw)
+            for clean, perturbed in zip(torch.split(x, task.batch), torch.split(started, task.batch), strict=True):
+                total += _moved(part, clean, perturbed, task.threat)
     return total / max(len(inputs), 1)
+
+
+def _moved(part: ModelPart, clean: Tensor, started: Tensor, threat: ThreatModel) -> float:
+    """Return the sum over samples of how far an attack from the starts that are given moves their features."""
+    with torch.no_grad():
+        before = part.features(clean)
+    # The square has the norm's direction and, unlike it, a gradient where nothing has moved yet.
+    attacked = climb(lambda z: (part.features(z) - before).square().sum(), clean, started, threat)
+    with torch.no_grad():
+        return float((part.features(attacked) - before).flatten(1).norm(dim=1).sum())

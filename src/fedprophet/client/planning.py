@@ -14,6 +14,7 @@ import torch
 from fedprophet.cascade.measure import bytes_of
 from fedprophet.client.budget import LocalIteration, MeasuredCost, Planned, iteration_of
 from fedprophet.client.memory_plan import PLAIN, MemoryPlan
+from fedprophet.errors import BudgetError
 from fedprophet.storage.bounded import BoundedCache
 
 MOST_KNOWN = 4096
@@ -32,7 +33,7 @@ class Planner:
         remembering = _Remembering(**_fields(iteration), known=self._known)
         if iteration.part.chain.device.type != "cuda":
             return remembering.cheapest(limit)
-        key = remembering.kind, (limit := _coarse(limit))
+        key = remembering.kind, iteration.sizes, (limit := _coarse(limit))
         return self._tried.get(key) or self._tried.put(key, remembering.tried(limit))
 
 
@@ -92,6 +93,8 @@ def _coarse(limit: int) -> int:
 ALLOWANCES = {"cpu": 0.01, "cuda": 0.15}
 """What training may take beside what is predicted, as a share of it: the order of samples, a second set of norm
 statistics; on a GPU workspaces, with which micro-batched plans took up to 14 % more when they were tried."""
+MORE, MOST = 0.02, 4
+"""What is tried next on a GPU has so much more memory, as a share, up to so many times what was allowed."""
 LEAST_ALLOWANCE = 2**13
 """At least so many bytes."""
 
@@ -118,6 +121,37 @@ class PlannedCost(MeasuredCost):
     def _allowing(self, size: int) -> int:
         share = ALLOWANCES.get((self.place or self.chain.device).type, max(ALLOWANCES.values()))
         return size + max(math.ceil(size * share), LEAST_ALLOWANCE)
+
+
+@dataclass(frozen=True)
+class TriedCost(PlannedCost):
+    """What a chain costs on the GPU that it is on: a client that has this much has a plan that fits when it is tried.
+
+    Workspaces are not predicted there, so what is allowed for them may be too little.
+    """
+
+    _tried: dict[tuple[int, int], int] = field(init=False, repr=False, compare=False, default_factory=dict)
+
+    def memory(self, first: int, last: int) -> int:
+        """Return the bytes that a client needs to train, auxiliary head included."""
+        if (first, last) not in self._tried:
+            iteration = iteration_of(self.chain, self, first, last, self.training)
+            planner, allowed = Planner(), super().memory(first, last)
+            need = allowed
+            while need < MOST * allowed and not _passes(planner, iteration, need):
+                need += math.ceil(need * MORE)
+            self._tried[first, last] = need
+        return self._tried[first, last]
+
+
+def _passes(planner: Planner, iteration: LocalIteration, memory: int) -> bool:
+    """Whether a client finds a plan, of whose memory a little is not for what is predicted."""
+    try:
+        with torch.random.fork_rng(devices=()):
+            planner.cheapest(iteration, int(memory / (1 + ALLOWANCES["cpu"])))
+    except BudgetError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)

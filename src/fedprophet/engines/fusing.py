@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fedprophet.cascade.narrow import narrow_chain
+from fedprophet.client.descent import batch_sizes
 from fedprophet.client.job import Client
 from fedprophet.client.workspace import Workspace
 from fedprophet.engines.stack_job import AtomSpan, StackJob
@@ -36,7 +37,7 @@ _VARIANT = {"threat", "adversarial_statistics", "kept_channels", "calibration"}
 KNOWN_FIELDS: Mapping[type, frozenset[str]] = {
     Train: frozenset(_MODEL | _VARIANT | {"training", "wants_local"}),
     Evaluate: frozenset(_MODEL | _VARIANT | {"attack", "samples", "part", "drawn"}),
-    Measure: frozenset(_MODEL | {"threat"}),
+    Measure: frozenset(_MODEL | {"threat", "drawn"}),
     LocalTraining: frozenset(
         {"iterations", "batch", "learning_rate", "momentum", "weight_decay", "strong_convexity", "summed_heads"}
         | {"fixed_statistics", "proximal"}
@@ -212,11 +213,3 @@ def feature_shape(workspace: Workspace, first: int) -> tuple[int, ...]:
     probe = torch.zeros((1, *workspace.input_shape), device=workspace.device)
     with torch.no_grad(), workspace.chain.mode(0, first, training=False):
         return tuple(workspace.chain.run(probe, 0, first).shape[1:])
-
-
-def batch_sizes(training: LocalTraining, samples: int) -> set[int]:
-    """Return the sizes of the batches that are trained on."""
-    full, rest = divmod(samples, training.batch)
-    passes = full + (rest > 0)
-    sizes = {training.batch} if full else set()
-    return sizes | {rest} if rest and training.iterations >= passes else sizes or {rest}

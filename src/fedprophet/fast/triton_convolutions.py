@@ -7,7 +7,10 @@ never unfolded. Clients are a dimension of a grid; tiles are its first one, whic
 import triton
 import triton.language as tl
 
+from fedprophet.fast.triton_launch import on_its_device
 
+
+@on_its_device
 @triton.jit(do_not_specialize=["rows"])
 def convolve(
     x_ptr,
@@ -71,6 +74,7 @@ def convolve(
     tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), mask=inside[:, None])
 
 
+@on_its_device
 @triton.jit(do_not_specialize=["rows"])
 def convolve_few(
     x_ptr,
@@ -113,6 +117,7 @@ def convolve_few(
     tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), mask=inside[:, None])
 
 
+@on_its_device
 @triton.jit(do_not_specialize=["samples"])
 def convolve_blocks(
     x_blocks,
@@ -179,6 +184,7 @@ def convolve_blocks(
     tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), mask=inside[:, None])
 
 
+@on_its_device
 @triton.jit
 def finish(
     x_ptr,
@@ -204,6 +210,7 @@ def finish(
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
+@on_its_device
 @triton.jit(do_not_specialize=["rows", "clients", "steps"])
 def weight_gradient(
     x_ptr,

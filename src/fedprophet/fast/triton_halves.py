@@ -9,16 +9,20 @@ A number x of a row whose largest magnitude is about 2^e is kept as
     x·y ≈ 2^(…) · (h_x·h_y + 2^−11 · (h_x·l_y + l_x·h_y)).
 
 What is left out, 2^−22 · l_x·l_y, is as small as what float32 rounds off (Ootomo & Yokota, 2022). Every row has an
-exponent of its own, so that a sample whose gradient is tiny keeps as many bits of it as any other.
+exponent of its own, so that a sample whose gradient is tiny keeps as many bits of it as any other. An infinite number
+has no second half: what it reaches is no number, where torch's own may be infinite.
 """
 
 import triton
 import triton.language as tl
 
+from fedprophet.fast.triton_launch import on_its_device
+
 STEP = tl.constexpr(2048.0)
 """How much larger the first half is than the second."""
 TOP = tl.constexpr(14)
 """The exponent that the largest number of a row is given: halves end below 2^16."""
+INFINITY = tl.constexpr(float("inf"))
 
 
 @triton.jit
@@ -33,6 +37,7 @@ def _values(x_ptr, active_ptr, factor_ptr, row, at, size, channels, MASK: tl.con
     return x
 
 
+@on_its_device
 @triton.jit
 def split(
     x_ptr,
@@ -52,7 +57,8 @@ def split(
     largest = tl.zeros((BLOCK,), dtype=tl.float32)
     for first in range(0, size, BLOCK):
         x = _values(x_ptr, active_ptr, factor_ptr, row, first + at, size, channels, MASK, FACTOR)
-        largest = tl.maximum(largest, tl.abs(x))
+        # What is infinite, or no number, must not push the others out of the range of halves.
+        largest = tl.maximum(largest, tl.where(tl.abs(x) < INFINITY, tl.abs(x), 0.0))
     # The bits of a float32: 23 of the fraction, then the exponent plus 127.
     exponent = tl.maximum(tl.max(largest, axis=0).to(tl.int32, bitcast=True) >> 23, TOP + 1)
     up = ((254 - exponent + TOP) << 23).to(tl.float32, bitcast=True)
@@ -65,6 +71,7 @@ def split(
         tl.store(low_ptr + to, ((x - high.to(tl.float32)) * STEP).to(tl.float16), mask=inside)
 
 
+@on_its_device
 @triton.jit(do_not_specialize=["samples"])
 def convolve(
     x_high,

@@ -3,7 +3,10 @@
 import triton
 import triton.language as tl
 
+from fedprophet.fast.triton_launch import on_its_device
 
+
+@on_its_device
 @triton.jit
 def pool(x_ptr, y_ptr, winner_ptr, total, height, width, channels, SIDE: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -26,6 +29,7 @@ def pool(x_ptr, y_ptr, winner_ptr, total, height, width, channels, SIDE: tl.cons
     tl.store(winner_ptr + at, winner.to(tl.uint8), mask=inside)
 
 
+@on_its_device
 @triton.jit
 def unpool(winner_ptr, g_ptr, y_ptr, total, height, width, channels, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -43,6 +47,7 @@ def unpool(winner_ptr, g_ptr, y_ptr, total, height, width, channels, BLOCK: tl.c
     tl.store(corner + down + channels, tl.where(winner == 3, g, 0.0), mask=inside)
 
 
+@on_its_device
 @triton.jit
 def unpool_overlapping(winner_ptr, g_ptr, y_ptr, total, height, width, channels, BLOCK: tl.constexpr):
     """The windows are 3×3: a position adds up what the one, two or four windows send that it may have won."""
@@ -62,6 +67,7 @@ def unpool_overlapping(winner_ptr, g_ptr, y_ptr, total, height, width, channels,
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
+@on_its_device
 @triton.jit
 def average(x_ptr, y_ptr, height, width, channels, side, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr):
     """The mean over one part of one image."""
@@ -80,6 +86,7 @@ def average(x_ptr, y_ptr, height, width, channels, side, BLOCK_P: tl.constexpr, 
     tl.store(y_ptr + part * channels + c, mean.to(y_ptr.dtype.element_ty), mask=c < channels)
 
 
+@on_its_device
 @triton.jit
 def average_gradient(
     g_ptr,
@@ -109,6 +116,7 @@ def average_gradient(
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
+@on_its_device
 @triton.jit(do_not_specialize=["samples"])
 def head_gradient(
     x_ptr,
@@ -161,6 +169,7 @@ def head_gradient(
             tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=real)
 
 
+@on_its_device
 @triton.jit
 def sample_sums(
     x_ptr, clean_ptr, g_ptr, std_ptr, out_ptr, size, channels, padded, parts, BLOCK: tl.constexpr, STEPS: tl.constexpr
@@ -187,6 +196,7 @@ def sample_sums(
     tl.store(at + 2, tl.sum(dd, axis=0))
 
 
+@on_its_device
 @triton.jit
 def ascend(
     x_ptr,

@@ -3,7 +3,10 @@
 import triton
 import triton.language as tl
 
+from fedprophet.fast.triton_launch import on_its_device
 
+
+@on_its_device
 @triton.jit(do_not_specialize=["rows", "clients", "steps"])
 def sums(
     x_ptr,
@@ -66,6 +69,7 @@ def _added(sums_ptr, client, c, channels, clients, parts, BLOCK_P: tl.constexpr)
     return one, two
 
 
+@on_its_device
 @triton.jit(do_not_specialize=["rows", "clients", "parts"])
 def norm_statistics(
     sums_ptr,
@@ -111,6 +115,7 @@ def norm_statistics(
     tl.store(running_var_ptr + of, old + momentum * (variance * unbiased - old), mask=used)
 
 
+@on_its_device
 @triton.jit(do_not_specialize=["rows", "clients", "parts"])
 def norm_slopes(
     sums_ptr,
@@ -141,6 +146,7 @@ def norm_slopes(
     tl.store(out_ptr + 3 * size + of, -scale * total / rows - by_x * mean, mask=used)
 
 
+@on_its_device
 @triton.jit
 def fold(
     weight_ptr,
@@ -184,6 +190,7 @@ def fold(
     tl.store(shift_ptr + of, shift, mask=writes)
 
 
+@on_its_device
 @triton.jit
 def affine(
     x_ptr,

@@ -129,9 +129,13 @@ class Evaluate(ModelTask, kind="evaluate"):
 
 @dataclass(frozen=True, kw_only=True)
 class Measure(ModelTask, kind="measure"):
-    """Measure how far `threat` at the input of atom `first` moves the feature behind the part (Eq. 11)."""
+    """Measure how far `threat` at the input of atom `first` moves the feature behind the part (Eq. 11).
+
+    The attack's random starts are those of batches of `drawn` samples, as in `Evaluate`.
+    """
 
     threat: ThreatModel
+    drawn: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -272,8 +272,10 @@ class FedProphet(Method[CascadeState]):
         world, settings = self.world, self.world.config.of(MeasureSettings)
         threat = with_steps(self._threat(state), settings.steps)
         clients = world.clients.sample(settings.clients, state.round, "measure")
+        drawn = world.evaluation_draws(world.modules[state.stage].last)
         tasks = [
-            Measure(**self._model_fields(state, client, state.stage, head=None), threat=threat) for client in clients
+            Measure(**self._model_fields(state, client, state.stage, head=None), threat=threat, drawn=drawn)
+            for client in clients
         ]
         answers = yield from ask(tasks, Measured)
         # A client of weight 0 has nothing to measure on.

@@ -18,7 +18,7 @@ from fedprophet.cascade.partition import Module, cut_further, partition
 from fedprophet.client.budget import MeasuredCost
 from fedprophet.client.features import FeatureCache
 from fedprophet.client.layer_store import ClientStore
-from fedprophet.client.planning import PlannedCost
+from fedprophet.client.planning import PlannedCost, TriedCost
 from fedprophet.client.workspace import Workspace
 from fedprophet.config.config import Config
 from fedprophet.data.dataset import Dataset
@@ -106,6 +106,8 @@ def assemble(
         made = engine(EngineParts(side.population, side.workspaces, world.budget, resolved, dataset, layers))
         if not isinstance(made, RemoteEngine) or not made.remote:
             world = replace(world, sizes=side.population.samples)
+        if config.memory.enforce and METHODS[config.method].cascade and world.chain.device.type == "cuda":
+            world = _as_tried(world, cut=recorded is None)
         method = METHODS[config.method].method(world)
         method.check_memory()
         return Session(
@@ -160,6 +162,16 @@ def _cut(config: Config, cost: ChainCost, needs: ChainCost, budget: int) -> tupl
     with _about(f"memory.budget = {config.memory.budget}"):
         modules = partition(cost, budget if cascade else cost.total_memory)
     return cut_further(modules, cost, needs, budget) if config.memory.enforce and cascade else modules
+
+
+def _as_tried(world: World, cut: bool) -> World:
+    """Return a world whose needs are tried on the GPU that the engine has brought the chain to.
+
+    Modules of a new run that are then found to need more than R_min are cut further.
+    """
+    needs = TriedCost.of(world.cost, world.chain, local_training(world.config, stage_round=1))
+    modules = cut_further(world.modules, world.cost, needs, world.budget) if cut else world.modules
+    return replace(world, needs=needs, modules=modules)
 
 
 class ClientSide(NamedTuple):
