@@ -15,7 +15,13 @@ import torch
 from torch import nn
 
 from fedprophet.cascade.measure import LiveBytes, without_allocating
-from fedprophet.interrupts import SECONDS_UNTIL_AGAIN, dropped_signals_return, let_signals_through, signals_wait
+from fedprophet.interrupts import (
+    SECONDS_UNTIL_AGAIN,
+    _send_again,
+    dropped_signals_return,
+    let_signals_through,
+    signals_wait,
+)
 
 PATIENCE = 60
 """Seconds after which a signal is lost, on a machine with very much else to do."""
@@ -227,15 +233,9 @@ def test_what_else_is_dropped_is_told_as_before(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_dropped_interrupt_does_not_end_the_process_where_ctrl_c_would() -> None:
     """A program may have given the signal back to the system meanwhile."""
-
-    def work() -> None:
-        with dropped_signals_return():
-            _in_a_finaliser(_interrupt)
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            time.sleep(4 * SECONDS_UNTIL_AGAIN)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    work()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _send_again(lambda: signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def test_another_thread_leaves_what_tells_of_dropped_exceptions_alone() -> None:
