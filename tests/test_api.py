@@ -1,6 +1,10 @@
 """The Python API: a model and data of one's own, and the same run as on the command line."""
 
 import json
+import os
+import signal
+import sys
+import time
 
 import pytest
 import torch
@@ -108,6 +112,29 @@ def test_evaluate_and_export(net, data, trained, tmp_path):
 class Stop(Observer):
     def round_done(self, record, seconds):
         raise KeyboardInterrupt
+
+
+class Finalised:
+    """An object during whose end Ctrl-C is pressed."""
+
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+class Dropped(Observer):
+    """A Ctrl-C whose exception Python drops."""
+
+    def round_done(self, record, seconds):
+        Finalised()
+        time.sleep(60)
+
+
+def test_a_ctrl_c_that_python_drops_stops_the_call_and_nothing_of_ours_is_left(net, data, tmp_path):
+    before, hook = signal.signal(signal.SIGINT, signal.default_int_handler), sys.unraisablehook
+    with pytest.raises(RunStoppedError, match="stopped after round 1; nothing is lost"):
+        fedprophet.train(SETTINGS, model=net, data=data, out=tmp_path / "run", observer=Dropped())
+    assert sys.unraisablehook is hook
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
 
 
 def test_resume_wants_the_same_data_and_start_again(net, data, trained, tmp_path):

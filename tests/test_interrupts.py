@@ -1,8 +1,12 @@
-"""Signals wait where no exception must come, and come where one may."""
+"""Signals wait where no exception must come, come where one may, and come again where it is dropped."""
 
+import gc
 import os
 import signal
+import sys
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
@@ -11,7 +15,16 @@ import torch
 from torch import nn
 
 from fedprophet.cascade.measure import LiveBytes, without_allocating
-from fedprophet.interrupts import let_signals_through, signals_wait
+from fedprophet.interrupts import (
+    SECONDS_UNTIL_AGAIN,
+    _send_again,
+    dropped_signals_return,
+    let_signals_through,
+    signals_wait,
+)
+
+PATIENCE = 60
+"""Seconds after which a signal is lost, on a machine with very much else to do."""
 
 
 @pytest.fixture(autouse=True)
@@ -134,3 +147,105 @@ def test_an_operation_that_is_followed_is_not_interrupted(block: Callable[[], Ab
     with pytest.raises(KeyboardInterrupt):
         work()
     assert peaks == [2 * 4 * 4]
+
+
+class _Freed:
+    """An object that is freed at once."""
+
+
+class _Finalised:
+    """An object during whose end something happens."""
+
+    def __init__(self, happens: Callable[[], object]) -> None:
+        self.happens = happens
+
+    def __del__(self) -> None:
+        self.happens()
+
+
+def _in_a_finaliser(happens: Callable[[], object]) -> None:
+    _Finalised(happens)
+
+
+def _in_a_callback_of_a_weak_reference(happens: Callable[[], object]) -> None:
+    freed = _Freed()
+    reference = weakref.ref(freed, lambda _: happens())
+    del freed
+    assert reference() is None
+
+
+def _in_a_callback_of_the_collector(happens: Callable[[], object]) -> None:
+    def once(phase: str, info: object) -> None:
+        gc.callbacks.remove(once)
+        happens()
+
+    gc.callbacks.append(once)
+    gc.collect()
+
+
+def _long_and_interrupted() -> None:
+    """Drop the signal that is sent again as well: it comes before this is over."""
+    try:
+        _interrupt()
+    finally:
+        time.sleep(PATIENCE)
+
+
+@pytest.mark.parametrize("happens", [_interrupt, _long_and_interrupted])
+@pytest.mark.parametrize(
+    "where", [_in_a_finaliser, _in_a_callback_of_a_weak_reference, _in_a_callback_of_the_collector]
+)
+def test_an_interrupt_that_python_drops_comes_again(
+    where: Callable[[Callable[[], object]], None],
+    happens: Callable[[], None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    reached = []
+
+    def work() -> None:
+        with dropped_signals_return():
+            where(happens)
+            reached.append("dropped")
+            time.sleep(PATIENCE)
+            reached.append("lost")
+
+    before = sys.unraisablehook
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert reached == ["dropped"]
+    assert sys.unraisablehook is before
+    assert capsys.readouterr().err == ""
+
+
+def test_a_signal_that_was_seen_comes_once() -> None:
+    with pytest.raises(KeyboardInterrupt), dropped_signals_return():
+        _interrupt()
+    time.sleep(4 * SECONDS_UNTIL_AGAIN)
+
+
+def test_what_else_is_dropped_is_told_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda lost: told.append(lost.exc_type))
+    with dropped_signals_return():
+        _in_a_finaliser(lambda: 1 / 0)
+    assert told == [ZeroDivisionError]
+
+
+def test_a_dropped_interrupt_does_not_end_the_process_where_ctrl_c_would() -> None:
+    """A program may have given the signal back to the system meanwhile."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _send_again(lambda: signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def test_another_thread_leaves_what_tells_of_dropped_exceptions_alone() -> None:
+    found: list[object] = []
+
+    @dropped_signals_return()
+    def work() -> None:
+        found.append(sys.unraisablehook)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [sys.unraisablehook]

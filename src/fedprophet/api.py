@@ -11,6 +11,7 @@ from fedprophet.config.config import Config
 from fedprophet.config.load import load_config, parse_config
 from fedprophet.data.dataset import Dataset
 from fedprophet.errors import ConfigError
+from fedprophet.interrupts import dropped_signals_return
 from fedprophet.runs.evaluation import check_samples, evaluate_run
 from fedprophet.runs.export import write_model
 from fedprophet.runs.observer import Observer, Observers
@@ -28,6 +29,7 @@ class TrainedRun:
     results: Mapping[str, Any]
 
 
+@dropped_signals_return()
 def train(
     config: Config | Mapping[str, Any] | str | Path | None = None,
     *,
@@ -49,6 +51,7 @@ def train(
     return _played(run, observer, trackers)
 
 
+@dropped_signals_return()
 def resume(
     path: str | Path,
     *,
@@ -72,6 +75,7 @@ def _played(run: Run, observer: Observer | None, trackers: Sequence[Tracker]) ->
         return TrainedRun(run.files.path, play(run, Observers(observer, tracking)))
 
 
+@dropped_signals_return()
 def evaluate(
     path: str | Path,
     attacks: str | Sequence[str] = ("clean", "pgd20"),
@@ -93,6 +97,7 @@ def evaluate(
         return evaluate_run(run, names, samples, masking_check).to_json()
 
 
+@dropped_signals_return()
 def export(path: str | Path, out: str | Path, *, model: OwnModel = None, data: Dataset | None = None) -> None:
     """Write a run's model as one safetensors file; its metadata say where its norm layers come from."""
     run = open_to_read(Path(path), model, data)

@@ -1,18 +1,30 @@
-"""Ctrl-C and SIGTERM where no exception must come: while torch carries out operations with the help of Python code.
+"""Ctrl-C and SIGTERM where no exception must come, and where one would be lost.
 
-torch calls such code also from functions that no exception may leave, and ends the process where one does; and an
-exception in what Python runs when an object is freed is dropped, so that the signal would be lost. So signals wait
-there for a point between two operations.
+While torch carries out operations with the help of Python code, it calls such code also from functions that no
+exception may leave, and ends the process where one does. There signals wait for a point between two operations.
+
+An exception in what Python runs when an object is freed is dropped, wherever that happens. A signal that was to stop
+something with it is sent again.
+
+A signal that comes just before the main thread begins to wait, or that the system gives to another thread, does not
+wake it: Python heeds it when the waiting is over. Where that may be long, the main thread waits a little at a time.
 """
 
+import _thread
 import signal
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SECONDS_BETWEEN_LOOKS = 0.5
+"""For so long the main thread waits at a time."""
+SECONDS_UNTIL_AGAIN = 0.05
+"""What frees an object is usually over by then. If it is not, the signal is dropped and sent once more."""
 Handler = Callable[[int, FrameType | None], Any]
 
 
@@ -79,3 +91,36 @@ def let_signals_through() -> None:
         came, _waiting.signals = _waiting.signals, {}
         for number, handler in came.items():
             handler(number, None)
+
+
+@contextmanager
+def dropped_signals_return(dropped: Callable[[], int] = lambda: signal.SIGINT) -> Iterator[None]:
+    """Send a signal again if Python drops its KeyboardInterrupt within a `with` block; `dropped` returns its number.
+
+    Python does so in finalisers, callbacks of weak references and of the garbage collector, and tells `unraisablehook`
+    alone. They run at any moment: one of them follows every import.
+    """
+    if threading.current_thread() is not threading.main_thread():  # only that one is interrupted
+        yield
+        return
+    before = sys.unraisablehook
+
+    def look(lost: "sys.UnraisableHookArgs") -> None:
+        if isinstance(lost.exc_value, KeyboardInterrupt):
+            # By a thread, since here it would be dropped again; not one of `threading`, whose locks may be held now.
+            _thread.start_new_thread(_send_again, (dropped,))
+        else:
+            before(lost)
+
+    sys.unraisablehook = look
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
+
+
+def _send_again(dropped: Callable[[], int]) -> None:
+    time.sleep(SECONDS_UNTIL_AGAIN)
+    number, main = dropped(), threading.main_thread().ident
+    if main is not None and callable(signal.getsignal(number)):  # else it would end the process at once
+        signal.pthread_kill(main, number)

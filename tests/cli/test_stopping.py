@@ -60,3 +60,30 @@ def test_a_command_in_the_background_ignores_ctrl_c() -> None:
     with stopped_once():
         signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+class Finalised:
+    """An object during whose end a signal comes."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        signal.raise_signal(self.number)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_that_python_drops_stops_all_the_same(number: signal.Signals) -> None:
+    """It is that signal which comes again: the other may be ignored."""
+    other = next(other for other in SIGNALS if other != number)
+    signal.signal(other, signal.SIG_IGN)
+    reached = []
+
+    def work() -> None:
+        Finalised(number)
+        reached.append("dropped")
+        time.sleep(60)
+
+    with pytest.raises(KeyboardInterrupt), stopped_once():
+        work()
+    assert reached == ["dropped"]

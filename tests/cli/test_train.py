@@ -4,14 +4,17 @@ import errno
 import json
 import os
 import re
+import signal
 import sys
 import tempfile
+import time
 
 import pytest
 from safetensors import safe_open
 
 from fedprophet.client.budget import LocalIteration
 from fedprophet.config.reference import to_toml
+from fedprophet.runs import play
 from fedprophet.runs.session import assemble
 from fedprophet.sizes import format_size
 
@@ -183,6 +186,31 @@ def test_a_budget_in_which_no_plan_fits_is_refused_before_anything_is_trained(cl
     assert said.code == 2
     assert "memory.enforce: the whole model cannot be trained within memory.budget = 20%" in " ".join(said.err.split())
     assert "round 1" not in said.out
+
+
+class Finalised:
+    """An object during whose end Ctrl-C is pressed."""
+
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_ctrl_c_that_python_drops_stops_the_run_all_the_same(cli, tiny_flags, quick, monkeypatch):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # `cli` puts it back; in the background it is ignored
+    real, dropped = play.play_round, []
+
+    def play_round(*arguments):
+        Finalised()
+        dropped.append(True)
+        time.sleep(60)
+        return real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(play, "play_round", play_round)
+        said = cli("train", *tiny_flags(quick), "--out", "run")
+    assert (said.code, dropped) == (130, [True])
+    assert said.err == "stopped in its first round; nothing is lost. Resume it with: fedprophet train --resume run\n"
+    assert cli("train", "--resume", "run").code == 0
 
 
 @pytest.mark.slow

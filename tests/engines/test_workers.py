@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -19,7 +20,7 @@ import torch
 
 from fedprophet.cli.stopping import stopped_once
 from fedprophet.client.workspace import Workspace
-from fedprophet.engines import plain, worker_process
+from fedprophet.engines import plain, worker_process, workers
 from fedprophet.engines.channel import Channel
 from fedprophet.engines.cpu_plan import fast_plan
 from fedprophet.engines.worker_process import WorkerError
@@ -492,6 +493,29 @@ def test_stopping_in_the_middle_ends_the_workers_at_work(opened, monkeypatch):
     with within():
         answers.close()
         assert all(map(gone, before))
+
+
+def test_a_signal_that_does_not_wake_the_server_is_heeded_all_the_same(opened, monkeypatch):
+    """The system may give it to any thread, and one that comes just before the waiting begins does not end it."""
+    session, waiting = opened(), threading.Event()
+    wait = workers.wait
+
+    def told(*arguments):
+        waiting.set()
+        return wait(*arguments)
+
+    def send():
+        waiting.wait()
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+    monkeypatch.setattr(workers, "wait", told)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Thread(target=send).start()
+    try:
+        with within(), pytest.raises(KeyboardInterrupt):
+            list(session.engine.map(endless(session)))
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class Run:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+from fedprophet.interrupts import SIGNALS, dropped_signals_return
+
 SECONDS_TO_STOP = 10.0
 """For so long after a signal others count as the same one: a checkpoint is written, processes end."""
 
@@ -15,13 +16,18 @@ class _Stop:
     """Raises KeyboardInterrupt for the first signal, and for one that comes much later: something may hang."""
 
     def __init__(self) -> None:
-        self._last = -SECONDS_TO_STOP
+        self._last, self._number = -SECONDS_TO_STOP, int(signal.SIGINT)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if now - self._last >= SECONDS_TO_STOP:
-            self._last = now
+            self._last, self._number = now, number
             raise KeyboardInterrupt
+
+    def dropped(self) -> int:
+        """Count the last signal as one that never came, since nobody saw its KeyboardInterrupt; return its number."""
+        self._last = -SECONDS_TO_STOP
+        return self._number
 
 
 @contextmanager
@@ -33,7 +39,8 @@ def stopped_once() -> Iterator[None]:
     for number in heeded:
         signal.signal(number, stop)
     try:
-        yield
+        with dropped_signals_return(stop.dropped):
+            yield
     finally:
         for number in heeded:
             signal.signal(number, _nothing)  # not SIG_IGN, which programs that are started later would inherit

@@ -23,6 +23,7 @@ from fedprophet.engines.registry import EngineParts, can_fork, cores, engine
 from fedprophet.engines.row_attacks import is_for_rows, packed
 from fedprophet.engines.worker_process import Bundle, WorkerError, WorkerJob, WorkerProcess, WorkerResult
 from fedprophet.errors import ConfigError, TrainingError
+from fedprophet.interrupts import SECONDS_BETWEEN_LOOKS
 from fedprophet.messages.answers import Answer
 from fedprophet.messages.tasks import Distill, Evaluate, Measure, ModelTask, Task, Train
 from fedprophet.threads import ONE_THREAD
@@ -135,7 +136,7 @@ class WorkerEngine:
             worker.channel.forget()
             self._give(number, queues, shared)
         while self._busy:
-            ready = wait([worker.channel.connection for worker in self._workers])
+            ready = wait([worker.channel.connection for worker in self._workers], SECONDS_BETWEEN_LOOKS)
             for number, worker in enumerate(self._workers):
                 if worker.channel.connection not in ready:
                     continue

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from threading import Event, Thread
 
+from fedprophet.interrupts import SECONDS_BETWEEN_LOOKS
+
 
 @dataclass
 class _Piece:
@@ -49,7 +51,8 @@ class Beside:
         if piece is None:
             return
         self._pieces.put(piece)  # a Ctrl-C may have come before `begin` did that
-        piece.done.wait()
+        while not piece.done.wait(SECONDS_BETWEEN_LOOKS):
+            pass
         self._last = None
         if piece.error is not None:
             raise piece.error
