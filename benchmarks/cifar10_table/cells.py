@@ -79,6 +79,9 @@ SAVED_OFTEN = "checkpoint.every=25"
 SPARING = (SAVED_OFTEN, "evaluate.before_gate=25")
 """Of a cascade, evaluations that nothing depends on are spared: the model is the same, bit for bit."""
 NO_APA, NO_DMA = "perturbation.enabled=false", "assignment.enabled=false"
+SAVED_WHEN_EVALUATED = "checkpoint.every=5"
+EVERY_20 = ("evaluate.every=20", "checkpoint.every=20")
+"""Where every evaluated round is saved, the best one always is: a run is packed at that one, with one model."""
 
 
 def _all_methods(fleet: str) -> Iterator[Row]:
@@ -112,11 +115,10 @@ SHORT = ("rounds=100", "train.decay=0.97", "evaluate.every=20", "checkpoint.ever
 def _one_model() -> Iterator[Row]:
     """Yield runs of the presets for one model; FedProphet's stages have at most 200 and 150 rounds."""
     stages = (SAVED_OFTEN, "rounds=200", "perturbation.every=20")
-    every_20 = ("evaluate.every=20", "checkpoint.every=200")
-    yield Row("global-jfat", "jFAT, the attack grows", GLOBAL, "jfat", every_20, SEEDS["jfat"])
-    mirrored = (*every_20, "data.mirror=true")
+    yield Row("global-jfat", "jFAT, the attack grows", GLOBAL, "jfat", EVERY_20, SEEDS["jfat"])
+    mirrored = (*EVERY_20, "data.mirror=true")
     yield Row("mirror-global-jfat", "jFAT, the attack grows, mirror images", GLOBAL, "jfat", mirrored)
-    higher = (*every_20, "train.learning_rate=0.02", "train.decay=0.96")
+    higher = (*EVERY_20, "train.learning_rate=0.02", "train.decay=0.96")
     yield Row("higher-global-jfat", "jFAT, the attack grows, rate 0.02", GLOBAL, "jfat", higher)
     in_one_place = (*higher, *IN_ONE_PLACE)
     yield Row("iid-higher-global-jfat", "jFAT, the attack grows, rate 0.02, i.i.d. on 10", GLOBAL, "jfat", in_one_place)
@@ -134,7 +136,7 @@ BEST = Row(
     "FedProphet, rules of our own",
     "cifar10-balanced-best",
     "fedprophet",
-    (SAVED_OFTEN,),
+    (SAVED_WHEN_EVALUATED,),
     SEEDS["fedprophet"],
     ("table2", "CIFAR-10 balanced", "FedProphet"),
 )

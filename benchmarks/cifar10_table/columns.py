@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from fedprophet.methods import METHODS
 from fedprophet.report.compare import Statistic
 from fedprophet.report.runs import ReadFolder
-from fedprophet.runs.summary import Kind
+from fedprophet.runs.evaluator import Kind
 
 
 def spread(values: Sequence[float]) -> str:

@@ -16,6 +16,7 @@ from cifar10_table.keeping import Keeping
 from fedprophet.config.compare import differences
 from fedprophet.config.config import Config, machine_keys
 from fedprophet.config.load import load_config
+from fedprophet.engines.row_attacks import ROWS
 from fedprophet.errors import ConfigError, TrainingError
 from fedprophet.report.runs import read_folder
 from fedprophet.runs.evaluation import evaluate_run
@@ -27,8 +28,9 @@ from fedprophet.server.coordinator import Record
 
 now = time.monotonic
 SHOWN_EVERY = 25
-ATTACKS = "clean,pgd20,autoattack"
-"""What a finished run is measured with; AutoAttack is judged by the others on the same samples."""
+SUITE = "autoattack"
+ATTACKS = f"clean,pgd20,{SUITE}"
+"""What a finished run's clients are measured with; AutoAttack is judged by the others on the same samples."""
 
 
 class Within(Observer):
@@ -62,9 +64,29 @@ class Within(Observer):
         if settled or now() + max(self._recent) > self._last:
             raise KeyboardInterrupt
 
+
+@dataclass(frozen=True)
+class Measuring:
+    """Stops a measurement at the time `last`. AutoAttack is stopped before a batch of rows for which there is no time.
+
+    A batch takes `batch_seconds`, and the answers of its clients come together when it is over.
+    """
+
+    samples: int
+    last: float
+    batch_seconds: float
+
     def watch(self, what: str, done: int, total: int | None) -> None:
-        """Stop an evaluation when time is over."""
-        self.task_done(what, done, total or 0)
+        """Take in how far a measurement is."""
+        if not what.startswith(SUITE):
+            self._stop(now() > self.last)
+        elif total and done < total:
+            clients = max(1, ROWS // math.ceil(self.samples / total))
+            self._stop(done % clients == 0 and now() + self.batch_seconds > self.last)
+
+    def _stop(self, over: bool) -> None:
+        if over:
+            raise KeyboardInterrupt
 
 
 def reached(record: Record) -> str:
@@ -110,12 +132,13 @@ def expect_same(config: Config, run: Path) -> None:
         raise ConfigError(f"{run} has other settings ({'; '.join(differs)}). Give the same ones, or move it away")
 
 
-def measure(path: Path, samples: int, within: Within) -> str:
-    """Measure a finished run with AutoAttack, too, or go on with that; return how far it came."""
+def measure(path: Path, measuring: Measuring) -> str:
+    """Measure a finished run's clients with AutoAttack, too, or go on with that; return how far it came."""
     run = open_to_read(path)
     with closing(run.session):
         try:
-            evaluate_run(run, ATTACKS, samples, watch=within.watch)
+            # The table has personalised accuracies; AutoAttack on the exported model would take as long again.
+            evaluate_run(run, ATTACKS, measuring.samples, False, measuring.watch, of="personalised")
         except RunStoppedError:
             return "finished, AutoAttack stopped"
     return "finished, AutoAttack measured"
@@ -126,7 +149,8 @@ class Playing:
     """How cells are played: for how long, where, with which settings, and what is kept of them.
 
     Of the seconds, `reserve` are for what comes after the rounds; from `settle` before that on, a run is stopped at its
-    next best round. `given` are settings of the machine, `settings` those that the runs are said to have.
+    next best round. `given` are settings of the machine, `settings` those that the runs are said to have. Finished runs
+    are measured with AutoAttack on so many samples, where `batch_seconds` for a batch of rows are left.
     """
 
     seconds: float
@@ -138,6 +162,7 @@ class Playing:
     settings: Sequence[str] = ()
     commit: str = ""
     autoattack: int = 0
+    batch_seconds: float = 0.0
 
     def about(self, cell: Cell) -> dict[str, Any]:
         """Return what is written down of a run, with the names of files instead of their paths."""
@@ -160,7 +185,7 @@ def play_cells(cells: Sequence[Cell], playing: Playing) -> list[Outcome]:
         with playing.keeping.kept(path, playing.about(cell)):
             state = play_cell(path, config, within)
             if state.startswith("finished") and playing.autoattack and now() < last:
-                state = measure(path, playing.autoattack, within)
+                state = measure(path, Measuring(playing.autoattack, last, playing.batch_seconds))
         rounds = rounds_of(path)
         outcomes.append(Outcome(cell.name, state, rounds, rounds - before, now() - began))
     return outcomes
