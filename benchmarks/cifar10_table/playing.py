@@ -27,7 +27,7 @@ from fedprophet.runs.run import RunStoppedError, open_to_read
 from fedprophet.server.coordinator import Record
 
 now = time.monotonic
-SHOWN_EVERY = 25
+SHOWN_EVERY = 20
 SUITE = "autoattack"
 ATTACKS = f"clean,pgd20,{SUITE}"
 """What a finished run's clients are measured with; AutoAttack is judged by the others on the same samples."""
