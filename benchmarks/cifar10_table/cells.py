@@ -56,7 +56,7 @@ ONE_MODEL = (
     "personalised AutoAttack",
     "uncalibrated clean / PGD-20",
     "global clean / PGD-20",
-    "rounds",
+    "best round",
     "wall clock",
 )
 
