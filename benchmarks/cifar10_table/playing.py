@@ -18,13 +18,14 @@ from fedprophet.config.config import Config, machine_keys
 from fedprophet.config.load import load_config
 from fedprophet.engines.row_attacks import ROWS
 from fedprophet.errors import ConfigError, TrainingError
-from fedprophet.report.runs import read_folder
+from fedprophet.report.runs import EVALUATION, read_folder
 from fedprophet.runs.evaluation import evaluate_run
 from fedprophet.runs.files import RunFiles, is_finished
 from fedprophet.runs.journal import Journal
 from fedprophet.runs.observer import Observer
 from fedprophet.runs.run import RunStoppedError, open_to_read
 from fedprophet.server.coordinator import Record
+from fedprophet.storage.files import parse_json
 
 now = time.monotonic
 SHOWN_EVERY = 20
@@ -65,9 +66,9 @@ class Within(Observer):
             raise KeyboardInterrupt
 
 
-@dataclass(frozen=True)
+@dataclass
 class Measuring:
-    """Stops a measurement at the time `last`. AutoAttack is stopped before a batch of rows for which there is no time.
+    """Stops a measurement at the time `last`. AutoAttack is put off before a batch of rows for which there is no time.
 
     A batch takes `batch_seconds`, and the answers of its clients come together when it is over.
     """
@@ -75,17 +76,15 @@ class Measuring:
     samples: int
     last: float
     batch_seconds: float
+    put_off: bool = False
 
     def watch(self, what: str, done: int, total: int | None) -> None:
         """Take in how far a measurement is."""
-        if not what.startswith(SUITE):
-            self._stop(now() > self.last)
-        elif total and done < total:
+        if what.startswith(SUITE) and total:
             clients = max(1, ROWS // math.ceil(self.samples / total))
-            self._stop(done % clients == 0 and now() + self.batch_seconds > self.last)
-
-    def _stop(self, over: bool) -> None:
-        if over:
+            begins = done < total and done % clients == 0
+            self.put_off = begins and now() + self.batch_seconds > self.last
+        if self.put_off or (now() > self.last and not what.startswith(SUITE)):
             raise KeyboardInterrupt
 
 
@@ -134,14 +133,22 @@ def expect_same(config: Config, run: Path) -> None:
 
 def measure(path: Path, measuring: Measuring) -> str:
     """Measure a finished run's clients with AutoAttack, too, or go on with that; return how far it came."""
+    if is_measured(path, measuring.samples):
+        return "finished, AutoAttack measured before"
     run = open_to_read(path)
     with closing(run.session):
         try:
             # The table has personalised accuracies; AutoAttack on the exported model would take as long again.
             evaluate_run(run, ATTACKS, measuring.samples, False, measuring.watch, of="personalised")
         except RunStoppedError:
-            return "finished, AutoAttack stopped"
+            return f"finished, AutoAttack {'put off' if measuring.put_off else 'stopped'}"
     return "finished, AutoAttack measured"
+
+
+def is_measured(path: Path, samples: int) -> bool:
+    """Whether a run's clients were measured with AutoAttack on so many samples."""
+    file = path / EVALUATION
+    return file.is_file() and parse_json(file.read_bytes())["settings"].get(SUITE, {}).get("samples") == samples
 
 
 @dataclass(frozen=True)

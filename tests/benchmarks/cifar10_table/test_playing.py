@@ -25,6 +25,7 @@ from fedprophet.runs.run import RunStoppedError, reopen, start
 RECORDS = 16
 CASCADE, JOINT = "balanced-fedprophet-seed0", "balanced-jfat-seed0"
 LINES = "evaluation/*.jsonl"
+EVALUATED = {"round": 2, "personalised": {}, "global": {}}
 TINY = (
     "engine=plain",
     "threads=1",
@@ -251,6 +252,32 @@ def test_autoattack_is_measured_when_a_run_is_finished(played, tmp_path, monkeyp
     assert asked == []
     assert played(JOINT, seconds=1000, autoattack=40) == 0
     assert asked == [("clean,pgd20,autoattack", 40, False, "personalised")]
+
+
+def test_while_autoattack_is_put_off_the_next_cells_are_played(played, tmp_path, monkeypatch, capsys):
+    """21 of 41 s are left when the first run is finished: a batch of rows takes 30, and the second run 20."""
+
+    def evaluate(run, attacks, samples, masking_check, watch, of):
+        asked.append(run.files.path.name)
+        try:
+            watch("autoattack, clients", 0, 4)
+        except KeyboardInterrupt:
+            raise RunStoppedError("stopped") from None
+        record = {"settings": {"autoattack": {"samples": samples}}}
+        (run.files.path / "evaluation.json").write_text(json.dumps({**EVALUATED, **record}))
+
+    asked = []
+    monkeypatch.setattr(playing, "evaluate_run", evaluate)
+    other = JOINT.replace("seed0", "seed1")
+    assert played(JOINT, other, seconds=42, autoattack=40, batch_seconds=30) == 0
+    said = capsys.readouterr().out
+    assert f"| {JOINT} | finished, AutoAttack put off | 2 | 2 |" in said
+    assert f"| {other} | finished, AutoAttack put off | 2 | 2 |" in said
+    assert played(JOINT, seconds=42, autoattack=40, batch_seconds=30) == 0
+    assert f"| {JOINT} | finished, AutoAttack measured | 2 | 0 |" in capsys.readouterr().out
+    assert played(JOINT, seconds=42, autoattack=40, batch_seconds=30) == 0
+    assert f"| {JOINT} | finished, AutoAttack measured before | 2 | 0 |" in capsys.readouterr().out
+    assert asked == [JOINT, other, JOINT]
 
 
 def test_autoattack_is_not_begun_without_time_for_a_batch_of_rows(monkeypatch):
