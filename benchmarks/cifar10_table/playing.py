@@ -29,6 +29,7 @@ from fedprophet.storage.files import parse_json
 
 now = time.monotonic
 SHOWN_EVERY = 20
+PUT_OFF = "finished, AutoAttack put off"
 SUITE = "autoattack"
 ATTACKS = f"clean,pgd20,{SUITE}"
 """What a finished run's clients are measured with; AutoAttack is judged by the others on the same samples."""
@@ -135,13 +136,15 @@ def measure(path: Path, measuring: Measuring) -> str:
     """Measure a finished run's clients with AutoAttack, too, or go on with that; return how far it came."""
     if is_measured(path, measuring.samples):
         return "finished, AutoAttack measured before"
+    if now() + measuring.batch_seconds > measuring.last:
+        return PUT_OFF
     run = open_to_read(path)
     with closing(run.session):
         try:
             # The table has personalised accuracies; AutoAttack on the exported model would take as long again.
             evaluate_run(run, ATTACKS, measuring.samples, False, measuring.watch, of="personalised")
         except RunStoppedError:
-            return f"finished, AutoAttack {'put off' if measuring.put_off else 'stopped'}"
+            return PUT_OFF if measuring.put_off else "finished, AutoAttack stopped"
     return "finished, AutoAttack measured"
 
 
