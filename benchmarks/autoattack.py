@@ -2,7 +2,7 @@
 
     python benchmarks/autoattack.py                       # VGG16 on 32×32, 100 clients × 100 samples, on a GPU
     python benchmarks/autoattack.py --clients 20 --compare 1  # one batch of rows: a fifth of it
-    python benchmarks/autoattack.py --run RUN --compare 3 # a run's own clients, as `fedprophet evaluate` asks them
+    python benchmarks/autoattack.py --run RUN --samples 20 --compare 3  # 20 samples of each of a run's own clients
 
 Without a run, clients have a VGG16 of random weights and norm layers of their own, and random images. What an attack
 costs depends on how many samples withstand it: labels are such that the share --standing of them is right, and the
@@ -142,14 +142,15 @@ def of_run(asked: argparse.Namespace) -> None:
     attack, threat = threat_of(session, asked.suite)
     world, method = session.world, session.method
     clients = world.clients.sample(session.config.evaluate.clients, state.round, "evaluate")
-    tasks = [replace(method.evaluation_task(state, client, threat), attack=attack) for client in clients]
+    asks = [method.evaluation_task(state, client, threat) for client in clients]
+    tasks = [replace(task, attack=attack, samples=asked.samples) for task in asks]
     began, found = time.perf_counter(), {}
     for answer in session.engine.map(tasks):
         found[answer.client] = answer
         print(f"  {len(found)} of {len(tasks)} clients after {time.perf_counter() - began:.0f} s", flush=True)
     samples = sum(answer.samples for answer in found.values())
     print(f"{samples} samples of {len(found)} clients: {time.perf_counter() - began:.1f} s")
-    plain = PlainEngine(session.population, session.engine._plain.workspaces, session.budget)
+    plain: PlainEngine = getattr(session.engine, "_plain", session.engine)
     for alone in plain.map(tasks[: asked.compare]):
         same = alone == found[alone.client]
         print(f"client {alone.client}: {'the same' if same else f'alone {alone}, together {found[alone.client]}'}")
@@ -159,7 +160,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, help="a run's folder")
     parser.add_argument("--clients", type=int, default=100)
-    parser.add_argument("--samples", type=int, default=100)
+    parser.add_argument("--samples", type=int, default=100, help="of each client")
     parser.add_argument("--standing", type=float, default=0.55, help="the share of samples that are right")
     parser.add_argument("--radius", type=float, default=1e-6)
     parser.add_argument("--rows", type=int, default=ROWS, help="rows at once")

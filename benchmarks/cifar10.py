@@ -14,7 +14,6 @@ values: they are part of a run's configuration.
 """
 
 import argparse
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,24 +22,18 @@ from cifar10_table import playing
 from cifar10_table.bringing import bring_all, read_kept
 from cifar10_table.cells import CELLS, known
 from cifar10_table.figure import figure
-from cifar10_table.keeping import Keeping
+from cifar10_table.keeping import MOST, Keeping
 from cifar10_table.tables import between_marks, tables
+from machine import commit
 
 from fedprophet.cli.stopping import stopped_once
+from fedprophet.engines.row_attacks import ROWS
 from fedprophet.errors import FedProphetError
+from fedprophet.sizes import parse_size
 
 PAGE = Path(__file__).parent / "results" / "cifar10.md"
 KEPT_BACK = 20.0
 """Seconds at the end for the checkpoint, the small files and the pack."""
-
-
-def commit() -> str:
-    """Return the commit of this program's repository; nothing outside of one."""
-    words = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    try:
-        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return ""
 
 
 def arguments_of(words: Sequence[str] | None) -> argparse.Namespace:
@@ -74,7 +67,14 @@ def add_playing(parser: argparse.ArgumentParser) -> None:
     add("--save", type=Path, required=True, help="the folder for what is to be kept")
     add("--save-every", type=float, default=60.0, metavar="SECONDS")
     add("--pack", nargs="?", choices=("all", "unfinished"), const="all", default="", help="keep packed runs, too")
-    add("--autoattack", type=int, default=0, metavar="N", help="measure finished runs on N samples")
+    add("--most", type=parse_size, default=MOST, metavar="SIZE", help="of all that is kept; default: 60MiB")
+    add("--autoattack", type=int, default=0, metavar="N", help="measure finished runs' clients on N samples")
+    add(
+        "--batch-seconds",
+        type=float,
+        default=120.0,
+        help=f"what AutoAttack takes for {ROWS} samples: begin only with so much left",
+    )
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="for all cells")
     add("--commit", default=commit(), help="what is written down as the commit")
 
@@ -94,11 +94,12 @@ def play(arguments: argparse.Namespace) -> int:
         arguments.reserve,
         arguments.settle,
         arguments.runs,
-        Keeping(arguments.save, arguments.save_every, arguments.pack),
+        Keeping(arguments.save, arguments.save_every, arguments.pack, arguments.autoattack > 0, arguments.most),
         [f"{key}={value}" for key, value in given.items() if value],
         arguments.set,
         arguments.commit,
         arguments.autoattack,
+        arguments.batch_seconds,
     )
     began = playing.now()
     outcomes = playing.play_cells([known(name) for name in arguments.cells], how)

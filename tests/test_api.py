@@ -99,6 +99,7 @@ def test_evaluate_and_export(net, data, trained, tmp_path):
     assert results.pop("warnings") == []
     keys = ("starting_weights", "norm_layers", "public_samples", "personalised", "global")
     assert results == {key: run.results[key] for key in keys}
+    assert fedprophet.evaluate(run.path, ["clean"], of="global", model=net, data=data)["personalised"] == {}
     some = fedprophet.evaluate(run.path, "clean,pgd1", samples=3, masking_check=False, model=net, data=data)
     assert [cell["samples"] for cell in some["global"].values()] == [3, 3]
     with pytest.raises(ConfigError, match="the number of samples must be at least 1, not 0"):

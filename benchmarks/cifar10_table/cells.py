@@ -1,7 +1,7 @@
 """The cells of the CIFAR-10 tables: which runs there are, with which settings, and where the paper has them."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fedprophet.config.config import Config
 from fedprophet.config.load import load_config
@@ -53,9 +53,10 @@ BESIDE_THE_PAPER = (
 )
 ONE_MODEL = (
     "personalised clean / PGD-20",
+    "personalised AutoAttack",
     "uncalibrated clean / PGD-20",
     "global clean / PGD-20",
-    "rounds",
+    "best round",
     "wall clock",
 )
 
@@ -79,6 +80,10 @@ SAVED_OFTEN = "checkpoint.every=25"
 SPARING = (SAVED_OFTEN, "evaluate.before_gate=25")
 """Of a cascade, evaluations that nothing depends on are spared: the model is the same, bit for bit."""
 NO_APA, NO_DMA = "perturbation.enabled=false", "assignment.enabled=false"
+WITHOUT = {NO_APA: "noapa", NO_DMA: "nodma"}
+SAVED_WHEN_EVALUATED = "checkpoint.every=5"
+EVERY_20 = ("evaluate.every=20", "checkpoint.every=20")
+"""Where every evaluated round is saved, the best one always is: a run is packed at that one, with one model."""
 
 
 def _all_methods(fleet: str) -> Iterator[Row]:
@@ -95,15 +100,21 @@ def _all_methods(fleet: str) -> Iterator[Row]:
         )
 
 
-def _ablation(name: str, title: str, *changes: str) -> Row:
-    where = ("table3", "CIFAR-10 balanced", title)
-    return Row(
-        f"balanced-fedprophet-{name}", title, "cifar10-balanced", "fedprophet", (*SPARING, *changes), paper=where
-    )
+def _ablation(base: Row) -> Iterator[Row]:
+    """Yield FedProphet without parts of it, in the paper's words, with all else as in a row."""
+    rules = base.title.removeprefix("FedProphet")
+    for title, changes in {"no APA": (NO_APA,), "no DMA": (NO_DMA,), "neither": (NO_APA, NO_DMA)}.items():
+        name = "-".join([base.name, *(WITHOUT[change] for change in changes)])
+        where = ("table3", "CIFAR-10 balanced", title)
+        yield replace(
+            base, name=name, title=title + rules, settings=(*base.settings, *changes), seeds=(0,), paper=where
+        )
 
 
 GLOBAL = "cifar10-balanced-global"
 IN_ONE_PLACE = ("shards.kind=iid", "population.clients=10")
+AS_JFAT = ("rounds=110", "train.decay=0.973", "train.warmup=10%", "attack.ramp=30%")
+"""What the preset has for jFAT alone."""
 AT_ONCE = ("attack.ramp=0", "train.warmup=20%")
 FROZEN = "norm.layers=frozen"
 SHORT = ("rounds=100", "train.decay=0.97", "evaluate.every=20", "checkpoint.every=50")
@@ -112,11 +123,13 @@ SHORT = ("rounds=100", "train.decay=0.97", "evaluate.every=20", "checkpoint.ever
 def _one_model() -> Iterator[Row]:
     """Yield runs of the presets for one model; FedProphet's stages have at most 200 and 150 rounds."""
     stages = (SAVED_OFTEN, "rounds=200", "perturbation.every=20")
-    every_20 = ("evaluate.every=20", "checkpoint.every=200")
-    yield Row("global-jfat", "jFAT, the attack grows", GLOBAL, "jfat", every_20, SEEDS["jfat"])
-    mirrored = (*every_20, "data.mirror=true")
+    yield Row("global-jfat", "jFAT, the attack grows", GLOBAL, "jfat", EVERY_20, SEEDS["jfat"])
+    for method in ORDER[2:]:
+        title = METHODS[method].paper.removesuffix("-AT")
+        yield Row(f"global-{method}", f"{title}, the attack grows", GLOBAL, method, (*EVERY_20, *AS_JFAT))
+    mirrored = (*EVERY_20, "data.mirror=true")
     yield Row("mirror-global-jfat", "jFAT, the attack grows, mirror images", GLOBAL, "jfat", mirrored)
-    higher = (*every_20, "train.learning_rate=0.02", "train.decay=0.96")
+    higher = (*EVERY_20, "train.learning_rate=0.02", "train.decay=0.96")
     yield Row("higher-global-jfat", "jFAT, the attack grows, rate 0.02", GLOBAL, "jfat", higher)
     in_one_place = (*higher, *IN_ONE_PLACE)
     yield Row("iid-higher-global-jfat", "jFAT, the attack grows, rate 0.02, i.i.d. on 10", GLOBAL, "jfat", in_one_place)
@@ -134,20 +147,17 @@ BEST = Row(
     "FedProphet, rules of our own",
     "cifar10-balanced-best",
     "fedprophet",
-    (SAVED_OFTEN,),
+    (SAVED_WHEN_EVALUATED,),
     SEEDS["fedprophet"],
     ("table2", "CIFAR-10 balanced", "FedProphet"),
 )
+BALANCED = tuple(_all_methods("balanced"))
 GROUPS: tuple[Group, ...] = (
-    Group("Every device equally likely", (*_all_methods("balanced"), BEST)),
+    Group("Every device equally likely", (*BALANCED, BEST)),
     Group("Mostly weak devices", tuple(_all_methods("unbalanced"))),
     Group(
         "FedProphet without APA or DMA, every device equally likely",
-        (
-            _ablation("noapa", "no APA", NO_APA),
-            _ablation("nodma", "no DMA", NO_DMA),
-            _ablation("noapa-nodma", "neither", NO_APA, NO_DMA),
-        ),
+        (*_ablation(BALANCED[ORDER.index("fedprophet")]), *_ablation(BEST)),
     ),
     Group("One model for everyone", tuple(_one_model()), ONE_MODEL),
 )

@@ -6,7 +6,7 @@ from typing import Any
 from cifar10_table.columns import accuracies, autoattack, spreads, wall_clock, which_round
 from fedprophet.display.numbers import NONE, percent
 from fedprophet.report.runs import ReadFolder
-from fedprophet.runs.summary import KINDS
+from fedprophet.runs.evaluator import KINDS
 
 
 def closing_lines(name: str, run: ReadFolder) -> Iterator[str]:

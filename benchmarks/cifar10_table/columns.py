@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from fedprophet.methods import METHODS
 from fedprophet.report.compare import Statistic
 from fedprophet.report.runs import ReadFolder
-from fedprophet.runs.summary import Kind
+from fedprophet.runs.evaluator import Kind
 
 
 def spread(values: Sequence[float]) -> str:
@@ -68,11 +68,6 @@ def hours(runs: Sequence[ReadFolder]) -> str:
     return f"{text} h" if text else ""
 
 
-def rounds(runs: Sequence[ReadFolder]) -> str:
-    """Return how many rounds one run had."""
-    return f"{runs[0].summary.rounds:,}" if len(runs) == 1 else ""
-
-
 def wall_clock(runs: Sequence[ReadFolder]) -> str:
     """Return what one run took on the clock."""
     seconds = runs[0].seconds
@@ -95,7 +90,6 @@ COLUMNS: Mapping[str, Make] = {
     "best round": which_round,
     "last round, personalised": lambda runs: spreads(runs, last_round),
     "simulated time": hours,
-    "rounds": rounds,
     "wall clock": wall_clock,
 }
 """Those of our own numbers; the paper's are in `tables`."""

@@ -21,8 +21,8 @@ from fedprophet.runs.files import RunFiles, is_finished
 from fedprophet.runs.pack import pack
 from fedprophet.storage.files import write_atomic, write_atomic_all
 
-PART = 15 * 2**20
-"""The most bytes of a part of a packed run."""
+PART, MOST = 16 * 2**20 - 4096, 60 * 2**20
+"""The most bytes of a part of a packed run, and of all that is kept together: what some machines give back at once."""
 SMALL, CELL = ".small.tar.gz", "cell.json"
 PATHS = re.compile(rb'("?\b(?:root|cache|weights|starting_weights)"?\s*[=:]\s*)"[^"\n]*/([^"/\n]*)/*"')
 
@@ -100,31 +100,44 @@ def copy_of(run: Path, target: Path) -> Path:
     return target
 
 
-def pack_smallest(run: Path, folder: Path) -> None:
-    """Pack a run at its best round, where it is smallest; where that was not saved, at its newest checkpoint."""
+def pack_smallest(run: Path, folder: Path, most: int) -> None:
+    """Pack a run at its best round, where it is smallest; where that was not saved, at its newest checkpoint.
+
+    ConfigError if that takes more than `most` bytes.
+    """
     try:
-        pack(run, folder, PART, round="best")
+        pack(run, folder, PART, round="best", most=most)
     except CheckpointError:  # a run is saved every so many rounds, and its best may be between two of them
-        pack(run, folder, PART)
+        pack(run, folder, PART, most=most)
 
 
 def put_in_place(new: Path, folder: Path) -> None:
-    """Give a folder its name; the one that had it is aside until then, and removed afterwards."""
-    aside = folder.with_name(f"{folder.name}.old")
-    shutil.rmtree(aside, ignore_errors=True)
-    if folder.exists():
-        folder.rename(aside)
-    new.rename(folder)
-    shutil.rmtree(aside, ignore_errors=True)
+    """Move a folder to where another may be. Whoever stops here finds one of them whole, and hardly ever both."""
+    beside = folder.with_name(f"{folder.name}.new")
+    shutil.rmtree(beside, ignore_errors=True)
+    shutil.copytree(new, beside)
+    shutil.rmtree(folder, ignore_errors=True)
+    beside.rename(folder)
+
+
+def bytes_in(folder: Path) -> int:
+    """Return how many bytes the files of a folder have."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 @dataclass
 class Keeping:
-    """Lays what runs have so far into a folder; `packs` says of which runs more than small files: all, unfinished."""
+    """Lays what runs have so far into a folder, `most` bytes in all.
+
+    `packs` says of which runs more than small files: all, or those that are not over. With `measures` a finished run is
+    over when it was measured, too.
+    """
 
     folder: Path
     every: float
     packs: str = ""
+    measures: bool = False
+    most: int = MOST
     _packed: dict[str, object] = field(default_factory=dict)
 
     @contextmanager
@@ -153,8 +166,12 @@ class Keeping:
             return
         files = {**small_files(run), CELL: json.dumps(about, indent=2).encode() + b"\n"}
         write_atomic(self.folder / f"{run.name}{SMALL}", tar_of(run.name, files))
-        if self.packs:
+        if not self.packs:
+            return
+        try:
             self._pack(run)
+        except (FedProphetError, OSError) as error:  # the pack before is still there
+            print(f"{run.name}: not packed this time: {error}", flush=True)
 
     def give_back(self, run: Path) -> None:
         """Lay what was measured of a finished run beside it again: a run that was packed comes without that."""
@@ -169,15 +186,16 @@ class Keeping:
 
     def _pack(self, run: Path) -> None:
         folder, finished = self.folder / f"{run.name}.pack", is_finished(RunFiles(run))
-        if finished and self.packs == "unfinished":
+        is_over = finished and (not self.measures or (run / EVALUATION).is_file())
+        if is_over and self.packs == "unfinished":
             shutil.rmtree(folder, ignore_errors=True)
             return
         state = (finished, sorted(path.name for path in (run / "checkpoints").glob("round-*") if not path.suffix))
         if not state[1] or self._packed.get(run.name) == state:
             return
-        new = folder.with_name(f"{folder.name}.new")
-        shutil.rmtree(new, ignore_errors=True)
+        room = self.most - bytes_in(self.folder) + bytes_in(folder)
         with tempfile.TemporaryDirectory(prefix=".", dir=run.parent) as scratch:
-            pack_smallest(copy_of(run, Path(scratch) / run.name), new)
-        put_in_place(new, folder)
+            parts = Path(scratch) / folder.name
+            pack_smallest(copy_of(run, Path(scratch) / run.name), parts, room)
+            put_in_place(parts, folder)
         self._packed[run.name] = state

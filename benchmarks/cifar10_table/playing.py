@@ -16,19 +16,23 @@ from cifar10_table.keeping import Keeping
 from fedprophet.config.compare import differences
 from fedprophet.config.config import Config, machine_keys
 from fedprophet.config.load import load_config
+from fedprophet.engines.row_attacks import ROWS
 from fedprophet.errors import ConfigError, TrainingError
-from fedprophet.report.runs import read_folder
+from fedprophet.report.runs import EVALUATION, read_folder
 from fedprophet.runs.evaluation import evaluate_run
 from fedprophet.runs.files import RunFiles, is_finished
 from fedprophet.runs.journal import Journal
 from fedprophet.runs.observer import Observer
 from fedprophet.runs.run import RunStoppedError, open_to_read
 from fedprophet.server.coordinator import Record
+from fedprophet.storage.files import parse_json
 
 now = time.monotonic
-SHOWN_EVERY = 25
-ATTACKS = "clean,pgd20,autoattack"
-"""What a finished run is measured with; AutoAttack is judged by the others on the same samples."""
+SHOWN_EVERY = 20
+PUT_OFF = "finished, AutoAttack put off"
+SUITE = "autoattack"
+ATTACKS = f"clean,pgd20,{SUITE}"
+"""What a finished run's clients are measured with; AutoAttack is judged by the others on the same samples."""
 
 
 class Within(Observer):
@@ -62,9 +66,27 @@ class Within(Observer):
         if settled or now() + max(self._recent) > self._last:
             raise KeyboardInterrupt
 
+
+@dataclass
+class Measuring:
+    """Stops a measurement at the time `last`. AutoAttack is put off before a batch of rows for which there is no time.
+
+    A batch takes `batch_seconds`, and the answers of its clients come together when it is over.
+    """
+
+    samples: int
+    last: float
+    batch_seconds: float
+    put_off: bool = False
+
     def watch(self, what: str, done: int, total: int | None) -> None:
-        """Stop an evaluation when time is over."""
-        self.task_done(what, done, total or 0)
+        """Take in how far a measurement is."""
+        if what.startswith(SUITE) and total:
+            clients = max(1, ROWS // math.ceil(self.samples / total))
+            begins = done < total and done % clients == 0
+            self.put_off = begins and now() + self.batch_seconds > self.last
+        if self.put_off or (now() > self.last and not what.startswith(SUITE)):
+            raise KeyboardInterrupt
 
 
 def reached(record: Record) -> str:
@@ -110,15 +132,26 @@ def expect_same(config: Config, run: Path) -> None:
         raise ConfigError(f"{run} has other settings ({'; '.join(differs)}). Give the same ones, or move it away")
 
 
-def measure(path: Path, samples: int, within: Within) -> str:
-    """Measure a finished run with AutoAttack, too, or go on with that; return how far it came."""
+def measure(path: Path, measuring: Measuring) -> str:
+    """Measure a finished run's clients with AutoAttack, too, or go on with that; return how far it came."""
+    if is_measured(path, measuring.samples):
+        return "finished, AutoAttack measured before"
+    if now() + measuring.batch_seconds > measuring.last:
+        return PUT_OFF
     run = open_to_read(path)
     with closing(run.session):
         try:
-            evaluate_run(run, ATTACKS, samples, watch=within.watch)
+            # The table has personalised accuracies; AutoAttack on the exported model would take as long again.
+            evaluate_run(run, ATTACKS, measuring.samples, False, measuring.watch, of="personalised")
         except RunStoppedError:
-            return "finished, AutoAttack stopped"
+            return PUT_OFF if measuring.put_off else "finished, AutoAttack stopped"
     return "finished, AutoAttack measured"
+
+
+def is_measured(path: Path, samples: int) -> bool:
+    """Whether a run's clients were measured with AutoAttack on so many samples."""
+    file = path / EVALUATION
+    return file.is_file() and parse_json(file.read_bytes())["settings"].get(SUITE, {}).get("samples") == samples
 
 
 @dataclass(frozen=True)
@@ -126,7 +159,8 @@ class Playing:
     """How cells are played: for how long, where, with which settings, and what is kept of them.
 
     Of the seconds, `reserve` are for what comes after the rounds; from `settle` before that on, a run is stopped at its
-    next best round. `given` are settings of the machine, `settings` those that the runs are said to have.
+    next best round. `given` are settings of the machine, `settings` those that the runs are said to have. Finished runs
+    are measured with AutoAttack on so many samples, where `batch_seconds` for a batch of rows are left.
     """
 
     seconds: float
@@ -138,6 +172,7 @@ class Playing:
     settings: Sequence[str] = ()
     commit: str = ""
     autoattack: int = 0
+    batch_seconds: float = 0.0
 
     def about(self, cell: Cell) -> dict[str, Any]:
         """Return what is written down of a run, with the names of files instead of their paths."""
@@ -160,7 +195,7 @@ def play_cells(cells: Sequence[Cell], playing: Playing) -> list[Outcome]:
         with playing.keeping.kept(path, playing.about(cell)):
             state = play_cell(path, config, within)
             if state.startswith("finished") and playing.autoattack and now() < last:
-                state = measure(path, playing.autoattack, within)
+                state = measure(path, Measuring(playing.autoattack, last, playing.batch_seconds))
         rounds = rounds_of(path)
         outcomes.append(Outcome(cell.name, state, rounds, rounds - before, now() - began))
     return outcomes

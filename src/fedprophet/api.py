@@ -1,6 +1,6 @@
 """FedProphet from Python: the same runs as on the command line, with a model and data of your own."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,8 @@ from fedprophet.config.load import load_config, parse_config
 from fedprophet.data.dataset import Dataset
 from fedprophet.errors import ConfigError
 from fedprophet.interrupts import dropped_signals_return
-from fedprophet.runs.evaluation import check_samples, evaluate_run
+from fedprophet.runs.evaluation import check_samples, evaluate_run, parse_kinds
+from fedprophet.runs.evaluator import KINDS
 from fedprophet.runs.export import write_model
 from fedprophet.runs.observer import Observer, Observers
 from fedprophet.runs.play import play
@@ -81,20 +82,23 @@ def evaluate(
     attacks: str | Sequence[str] = ("clean", "pgd20"),
     *,
     samples: int | None = None,
+    of: str | Collection[str] = KINDS,
     masking_check: bool = True,
     model: OwnModel = None,
     data: Dataset | None = None,
 ) -> dict[str, Any]:
     """Return a run's personalised and global accuracy under each attack, and warnings of gradient masking.
 
-    `samples` limits how many samples of the test set, and about how many of all clients together, are used. What is
+    `samples` limits how many samples of the test set, and about how many of all clients together, are used; `of` says
+    whose accuracy is measured: "personalised", "uncalibrated" (where clients calibrate their scores), "global". What is
     measured is kept in the run's folder, so that a stopped call can continue; the result is in evaluation.json.
     """
     names = parse_attacks(attacks if isinstance(attacks, str) else ",".join(attacks))
     check_samples(samples)
+    kinds = parse_kinds(of)
     run = open_to_read(Path(path), model, data)
     with closing(run.session):
-        return evaluate_run(run, names, samples, masking_check).to_json()
+        return evaluate_run(run, names, samples, masking_check, of=kinds).to_json()
 
 
 @dropped_signals_return()

@@ -69,6 +69,15 @@ def test_json_has_the_documented_keys_and_no_others(cli, run):
     assert written["round"] == ROUNDS
 
 
+def test_one_kind_of_accuracy_alone_has_its_rows_alone(cli, run):
+    said = cli("evaluate", run, "--attack", "clean", "--of", "global")
+    assert re.search(r"\| global +\| Clean +\|", said.out)
+    assert "personalised" not in said.out
+    said = cli("evaluate", run, "--of", "own")
+    assert (said.code, said.out) == (2, "")
+    assert "unknown kind of accuracy 'own'" in said.err
+
+
 def test_the_same_attack_gives_the_numbers_of_the_run(cli, run):
     results = json.loads((run / "results.json").read_text())
     again = cli("evaluate", run, "--attack", "clean,pgd2", "--no-masking-check", "--json").json

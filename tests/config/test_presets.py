@@ -56,6 +56,25 @@ COMMON: Mapping[str, Any] = {
     "distillation.diversity": 0.05,
     "propagation.temperature": 0.01,
 }
+# Where the runs behind the paper's tables differ from its text (docs/how-to/paper.md), and rules that are not theirs.
+AS_IN_ITS_RUNS: Mapping[str, Any] = {
+    "perturbation.counted_from": "warmup",
+    "perturbation.restart": "start",
+    "train.head_gradients": "summed",
+    "train.warmup_stages": "all",
+    "train.calibration": "none",
+    "assignment.heads": "passed",
+    "attack.ramp": 0,
+    "convergence.weight": "ratio",
+    "convergence.patience_after": "best",
+    "evaluate.every": 1,
+    "distillation.learning_rate": 0.005,
+    "distillation.weight_decay": 0.0,
+    "distillation.norm_layers": "kept",
+    "norm.layers": "local",
+    "norm.newcomers": "initial",
+    "norm.refresh": "none",
+}
 OF_THE_DATASET: Mapping[str, Mapping[str, Any]] = {
     "cifar10": {
         "model.name": "vgg16",
@@ -121,7 +140,8 @@ def test_each_experiment_has_a_preset_and_a_small_one():
 @pytest.mark.parametrize("preset", FULL)
 def test_the_numbers_are_the_papers(preset):
     config = load_config(preset)
-    expected = {**COMMON, **OF_THE_DATASET[preset.partition("-")[0]], "fleet.exponent": EXPONENTS[preset]}
+    own = {**OF_THE_DATASET[preset.partition("-")[0]], "fleet.exponent": EXPONENTS[preset]}
+    expected = {**COMMON, **AS_IN_ITS_RUNS, **own}
     assert {key: value(config, key) for key in expected} == expected
     assert (config.gate_rounds, config.patience_rounds) == (25, 50)
 

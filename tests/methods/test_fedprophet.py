@@ -414,6 +414,20 @@ def test_the_attack_on_images_may_grow_and_that_on_features_is_what_it_is(tiny, 
     assert [record["fixed"]["radius"] for record in growing.records if "fixed" in record] == [radius]
 
 
+@pytest.mark.parametrize(("counted_from", "adjusted"), [("warmup", [6, 9]), ("gate", [7])])
+def test_alpha_is_adjusted_in_the_rounds_that_the_cadence_names(tiny, play_in_memory, scripted, counted_from, adjusted):
+    """Two rounds of warm-up, the gate two later, and an adjustment every three: first after 2 + 1 + 3, or 4 + 3.
+
+    With the paper's 100, 25 and 50 that is round 151 of a stage, or 175. Stage 2 always asks for a higher alpha.
+    """
+    schedule = {"rounds": 10, "train.warmup": 2, "convergence.gate": 2, "convergence.patience": 10}
+    cadence = {"perturbation.every": 3, "perturbation.counted_from": counted_from, "train.iterations": 1}
+    accuracies = {number: (0.5, 0.4 if number <= 10 else 0.2) for number in range(1, 21)}
+    played = play_in_memory(tiny({**SETTINGS, **schedule, **cadence}), scripted(accuracies), rounds=20)
+    alphas = [record["alpha"] for record in played.records[10:]]
+    assert [n for n, (alpha, after) in enumerate(pairwise(alphas), start=1) if after != alpha] == adjusted
+
+
 # Rules that keep robustness ------------------------------------------------------------------------------------------
 
 RULES = {

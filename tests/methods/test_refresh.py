@@ -496,7 +496,7 @@ def test_the_server_evaluates_what_was_pooled(honest):
     """Global accuracy by hand: the model with its new statistics on the test set."""
     session, state = honest.session, honest.states[-1]
     whole = exported_model(session, state, session.engine)
-    found = Evaluator(session, state, whole, session.engine).measure(("clean",), clients=False)["clean"]
+    found = Evaluator(session, state, whole, session.engine).measure(("clean",), of=("global",))["clean"]
     data, chain = session.population.client_data(SERVER).validation, session.world.chain
     chain.load(state.model)
     with torch.no_grad(), chain.mode(0, None, training=False):

@@ -1,7 +1,9 @@
 """Which runs experiments plan: their configurations, and those that they share."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
+from fedprophet.reproduce import runs
 from fedprophet.reproduce.registry import BUDGETS, EXPERIMENTS, JOINT, STRONG_CONVEXITY
 from fedprophet.reproduce.runs import Setup, Variant, once, with_scale
 from fedprophet.reproduce.scales import PAPER, SMALL
@@ -45,6 +47,17 @@ def test_what_makes_a_row_is_stronger_than_what_the_user_sets() -> None:
     config = setup.config(BALANCED, STRONG_CONVEXITY["1e-3"], seed=2)
     assert (config.train.strong_convexity, config.train.batch) == (1e-3, 8)
     assert (config.method, config.seed) == ("fedprophet", 2)
+
+
+def test_a_finished_run_is_measured_for_what_the_tables_show(monkeypatch) -> None:
+    """AutoAttack on the exported model, which no table has, would take as long again."""
+    asked = []
+    opened = SimpleNamespace(session=SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(runs, "open_to_read", lambda path: opened)
+    monkeypatch.setattr(runs, "evaluate_run", lambda run, attacks, **how: asked.append((attacks, how["of"])))
+    planned = SimpleNamespace(state="finished", path=Path("run"), unmeasured=lambda attacks: list(attacks))
+    runs._carry_out(planned, ("autoattack",), None)
+    assert asked == [(["autoattack"], "personalised")]
 
 
 def test_only_some_settings() -> None:

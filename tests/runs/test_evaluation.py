@@ -130,6 +130,32 @@ def test_the_way_to_go_on_has_all_options(path):
         evaluate_run(run, "pgd1", samples=9, masking_check=False)
 
 
+def test_the_clients_or_the_test_set_alone_are_measured(path, undisturbed):
+    """What one command leaves out another adds; a masking check goes with the test set."""
+    run, engine = counted(path)
+    own = evaluate_run(run, ATTACKS, of="personalised").to_json()
+    assert [client for client, _, _ in engine.done] == [*range(CLIENTS), *range(CLIENTS)]
+    assert (own["personalised"], own["global"]) == (undisturbed[0]["personalised"], {})
+    written = json.loads((path / "evaluation.json").read_text())
+    assert (written["personalised"], written["global"]) == (own["personalised"], {})
+    assert written["settings"]["pgd2"]["masking_check"] is None
+    run, engine = counted(path)
+    assert evaluate_run(run, ATTACKS, of=["global"]).to_json()["personalised"] == {}
+    assert len(engine.done) == EVERYTHING - 2 * CLIENTS
+    assert json.loads((path / "evaluation.json").read_text()) == undisturbed[1]
+
+
+def test_whose_accuracy_is_asked_for_is_checked(path):
+    run, _ = counted(path, 0)
+    for of in ("personal", "", [], ["global", "own"]):
+        with pytest.raises(ConfigError, match=r"unknown kind of accuracy '.*'\..* Known: global, personalised, uncal"):
+            evaluate_run(run, "clean", of=of)
+    with pytest.raises(ConfigError, match="nothing to measure: the clients of this run add no label frequencies"):
+        evaluate_run(run, "clean", of="uncalibrated")
+    with pytest.raises(RunStoppedError, match=r"--attack clean --of personalised,global --samples 9$"):
+        evaluate_run(run, "clean", 9, of="global, personalised")
+
+
 def test_an_altered_line_is_measured_again(path, undisturbed):
     evaluate_run(reopen(path), ATTACKS)
     (file,) = (path / "evaluation").glob("*.jsonl")

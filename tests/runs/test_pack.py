@@ -19,7 +19,7 @@ from fedprophet.runs.play import play
 from fedprophet.runs.run import NOT_CHECKED, RunStoppedError, open_to_read, reopen, start
 from fedprophet.storage.files import file_hash
 from fedprophet.storage.locks import folder_lock
-from fedprophet.storage.parts import LEAST_PART, read_parts, write_parts
+from fedprophet.storage.parts import LEAST_PART, parts_of, read_parts, write_parts
 from fedprophet.storage.squeeze import squeeze
 
 PART = 2**20
@@ -162,6 +162,9 @@ def test_a_limit_on_all_parts_together(tiny, small, stop, tmp_path):
     with pytest.raises(RunStoppedError):
         play(start(config, tmp_path / "run"), stop(after_round=3))
     whole = pack(tmp_path / "run", tmp_path / "parts", PART).bytes
+    assert whole == sum(file.stat().st_size for file in (tmp_path / "parts").iterdir())
+    with pytest.raises(ConfigError, match=f"the parts take {whole} bytes .*, and {whole - 1} are allowed"):
+        pack(tmp_path / "run", tmp_path / "other", PART, most=whole - 1)
     said = (
         r"--most: the parts take \d+ bytes .*, and 1000 are allowed\. The checkpoint of the best round, 2, takes less"
     )
@@ -244,7 +247,7 @@ def forged(stopped, tmp_path, change):
     short = squeeze(text, 1)
     lengths = b"".join(len(data).to_bytes(8, "little") for data in (text, short))
     shutil.rmtree(tmp_path / "parts")
-    write_parts(lengths + short + bytes(rest), tmp_path / "parts", PART)
+    write_parts(parts_of(lengths + short + bytes(rest), PART), tmp_path / "parts")
     return tmp_path / "parts"
 
 

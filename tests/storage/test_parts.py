@@ -7,14 +7,14 @@ import shutil
 import pytest
 
 from fedprophet.errors import CheckpointError
-from fedprophet.storage.parts import LEAST_PART, read_parts, write_parts
+from fedprophet.storage.parts import LEAST_PART, parts_of, read_parts, write_parts
 
 CONTENT = random.Random(0).randbytes(200_000)  # four parts
 
 
 @pytest.fixture
 def folder(tmp_path):
-    write_parts(CONTENT, tmp_path / "parts", LEAST_PART)
+    write_parts(parts_of(CONTENT, LEAST_PART), tmp_path / "parts")
     return tmp_path / "parts"
 
 
@@ -58,7 +58,7 @@ def test_a_part_that_was_cut_is_named(folder, size):
 
 
 def test_parts_of_two_contents_are_not_mixed(folder, tmp_path):
-    write_parts(CONTENT[::-1], tmp_path / "other", LEAST_PART)
+    write_parts(parts_of(CONTENT[::-1], LEAST_PART), tmp_path / "other")
     shutil.copy(tmp_path / "other" / "part-002.fedpack", folder / "part-002.fedpack")
     with pytest.raises(CheckpointError, match=r"part-001\.fedpack and part-002\.fedpack in .* are of two packed runs"):
         read_parts(folder)

@@ -13,7 +13,8 @@ from fedprophet.display.numbers import percent
 from fedprophet.display.summary import accuracy_page
 from fedprophet.display.tables import say, show
 from fedprophet.progress import progress_bar
-from fedprophet.runs.evaluation import RunEvaluation, can_keep, check_samples, evaluate_run
+from fedprophet.runs.evaluation import RunEvaluation, can_keep, check_samples, evaluate_run, parse_kinds
+from fedprophet.runs.evaluator import KINDS
 from fedprophet.runs.export import expect_replaceable, write_model
 from fedprophet.runs.masking import MaskingCheck
 from fedprophet.runs.run import Run, open_to_read
@@ -33,6 +34,9 @@ def evaluate_command(
         int | None,
         typer.Option(metavar="N", help="Use N test samples, and about N samples of all clients. Default: all."),
     ] = None,
+    of: Annotated[
+        str, typer.Option(metavar="KINDS", help=f"Whose accuracy, separated by commas: {', '.join(KINDS)}.")
+    ] = ",".join(KINDS),
     masking_check: Annotated[
         bool,
         typer.Option(
@@ -53,9 +57,11 @@ def evaluate_command(
 
       fedprophet evaluate runs/digits-fedprophet-1 --attack clean,pgd20,autoattack --samples 100
 
+      fedprophet evaluate runs/digits-fedprophet-1 --attack autoattack --of personalised --samples 100
+
       fedprophet evaluate runs/digits-fedprophet-1 --attack aa-fast --json
     """
-    attacks = parse_attacks(attack)
+    attacks, kinds = parse_attacks(attack), parse_kinds(of)
     check_samples(samples)
     opened = _open(run)
     if opened.away:
@@ -63,7 +69,7 @@ def evaluate_command(
     if not can_keep(opened):
         _note(f"{run} cannot be written to: this evaluation is not kept")
     with closing(opened.session), progress_bar() as watch:
-        evaluation = evaluate_run(opened, attacks, samples, masking_check, watch)
+        evaluation = evaluate_run(opened, attacks, samples, masking_check, watch, kinds)
     _show(evaluation, json_)
 
 

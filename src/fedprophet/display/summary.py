@@ -80,7 +80,7 @@ def _measured_with(results: Mapping[str, Any]) -> Iterator[str]:
     public = results.get("public_samples", 0)
     left_out = {"global": f" without the {public} samples of the public set" if public else ""}
     for part, text in MEASURED_ON.items():
-        if part not in results:
+        if not results.get(part):
             continue
         layers = results.get("norm_layers", {}).get(part)
         yield f"{part}: {text}{left_out.get(part, '')}" + (f"; norm layers: {layers}" if layers else "")

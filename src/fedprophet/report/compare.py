@@ -13,7 +13,7 @@ from fedprophet.methods import METHODS
 from fedprophet.report.enforced import EnforcedMemory, together
 from fedprophet.report.runs import RunSummary, read_run
 from fedprophet.runs.engine_history import engines_text
-from fedprophet.runs.summary import Kind
+from fedprophet.runs.evaluator import Kind
 from fedprophet.settings.toml import shown
 from fedprophet.settings.values import CUSTOM
 

@@ -29,8 +29,8 @@ from fedprophet.report.rounds import (
 )
 from fedprophet.report.runs import Memory, ReadFolder, read_folder
 from fedprophet.report.sums import Faults, Time, Traffic, faults_of, time_of, traffic_of
+from fedprophet.runs.evaluator import KINDS
 from fedprophet.runs.files import RunFiles, resume_hint
-from fedprophet.runs.summary import KINDS
 from fedprophet.storage.locks import is_locked
 from fedprophet.version import __version__
 

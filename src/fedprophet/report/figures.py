@@ -12,7 +12,7 @@ from fedprophet.errors import ConfigError
 from fedprophet.report.compare import COLUMN_ATTACKS, Comparison, Row, Setting, Statistic
 from fedprophet.report.notes import FAST_MARK
 from fedprophet.report.tables import time_text, time_unit
-from fedprophet.runs.summary import Kind
+from fedprophet.runs.evaluator import Kind
 
 if TYPE_CHECKING:  # Matplotlib is an extra and slow to import: it is loaded only to draw.
     from matplotlib.axes import Axes

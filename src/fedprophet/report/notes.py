@@ -16,7 +16,7 @@ from fedprophet.report.compare import (
     relevant_settings,
 )
 from fedprophet.report.runs import DEPLOYED
-from fedprophet.runs.summary import KINDS, Kind
+from fedprophet.runs.evaluator import KINDS, Kind
 from fedprophet.storage.files import how_to_resume
 
 READING = (

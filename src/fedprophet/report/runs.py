@@ -13,9 +13,10 @@ from fedprophet.errors import CheckpointError
 from fedprophet.report.enforced import ClientPlan, EnforcedMemory, together
 from fedprophet.runs.checkpoint import Checkpoints
 from fedprophet.runs.engine_history import EngineSpan, spans
+from fedprophet.runs.evaluator import KINDS, Kind
 from fedprophet.runs.files import RunFiles
 from fedprophet.runs.journal import Journal
-from fedprophet.runs.summary import KINDS, Kind, fault_count, moved_bytes, simulated_seconds, training_memory
+from fedprophet.runs.summary import fault_count, moved_bytes, simulated_seconds, training_memory
 from fedprophet.server.coordinator import Record
 from fedprophet.storage.files import how_to_resume, is_deployed
 

@@ -13,7 +13,7 @@ from fedprophet.durations import Unit, format_duration, unit_of
 from fedprophet.report.compare import COLUMN_ATTACKS, Comparison, Row, RowAccuracy, Setting, Statistic
 from fedprophet.report.notes import FAST_MARK, reading, setting_notes
 from fedprophet.report.runs import Reached, RunSummary
-from fedprophet.runs.summary import KINDS
+from fedprophet.runs.evaluator import KINDS
 from fedprophet.sizes import format_size
 
 WIRE_PARTS = ("sent", "received", "total", "jfat")

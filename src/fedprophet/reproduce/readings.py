@@ -13,7 +13,7 @@ from fedprophet.config.config import Config
 from fedprophet.models import build
 from fedprophet.reproduce.findings import Curve, Values, one
 from fedprophet.reproduce.runs import FinishedRun
-from fedprophet.runs.summary import Kind
+from fedprophet.runs.evaluator import Kind
 from fedprophet.sizes import parse_budget
 
 Reading = Callable[[FinishedRun], float | None]

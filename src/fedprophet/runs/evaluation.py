@@ -7,7 +7,7 @@ result.
 
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from fedprophet.attacks.names import parse_attacks
-from fedprophet.errors import ConfigError
+from fedprophet.errors import ConfigError, unknown
 from fedprophet.messages.modules import digest
 from fedprophet.progress import Watch, unwatched
 from fedprophet.runs.asking import WatchedEngine
-from fedprophet.runs.evaluator import Evaluator, cells, conditions
+from fedprophet.runs.evaluator import KINDS, Evaluator, Kind, cells, conditions
 from fedprophet.runs.export import exported_model, finished_model
 from fedprophet.runs.masking import MaskingCheck, check_masking, masking_warnings
 from fedprophet.runs.measured import AGAIN, MeasuredTasks, RememberingEngine, hash_of
@@ -29,6 +29,8 @@ from fedprophet.server.coordinator import Engine
 from fedprophet.storage.files import make_folder, parse_json, tensors_from_bytes, write_json
 from fedprophet.storage.locks import folder_lock
 from fedprophet.version import __version__
+
+GLOBAL_ALONE: tuple[Kind, ...] = ("global",)
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ def evaluate_run(
     samples: int | None = None,
     masking_check: bool = True,
     watch: Watch = unwatched,
+    of: str | Collection[str] = KINDS,
 ) -> RunEvaluation:
     """Measure a run's newest state, reusing what an earlier call measured; write RUN/evaluation.json.
 
@@ -61,6 +64,9 @@ def evaluate_run(
     names = parse_attacks(attacks if isinstance(attacks, str) else ",".join(attacks))
     check_samples(samples)
     kept = can_keep(run)
+    asked = parse_kinds(of)
+    if asked == ("uncalibrated",) and run.session.config.train.calibration == "none":
+        raise ConfigError("nothing to measure: the clients of this run add no label frequencies to their scores")
     try:
         whole = _whole_model(run, watch)
         state = _state_key(run, whole)
@@ -68,18 +74,29 @@ def evaluate_run(
         if kept:
             engine = RememberingEngine(engine, MeasuredTasks(run.files.path / "evaluation", state))
         evaluator = Evaluator(run.session, run.state, whole, engine, samples, watch)
-        evaluation = _evaluate(evaluator, names, masking_check, asks_clients=not run.away)
+        evaluation = _evaluate(evaluator, names, masking_check, GLOBAL_ALONE if run.away else asked)
         if kept:
             _write(run, state, evaluation, samples)
     except KeyboardInterrupt:
         what = "what was measured is kept. Resume it with" if kept else "nothing is kept. Start again with"
-        raise RunStoppedError(f"stopped; {what}: {_command(run.files.path, names, samples, masking_check)}") from None
+        raise RunStoppedError(
+            f"stopped; {what}: {_command(run.files.path, names, samples, masking_check, asked)}"
+        ) from None
     return evaluation
 
 
 def can_keep(run: Run) -> bool:
     """Whether what is measured can be written into the run's folder."""
     return os.access(run.files.path, os.W_OK)
+
+
+def parse_kinds(of: str | Collection[str]) -> tuple[Kind, ...]:
+    """Return whose accuracies are asked for, from their names, which commas may separate."""
+    names = [name.strip() for name in of.split(",")] if isinstance(of, str) else list(of)
+    for name in names or [""]:
+        if name not in KINDS:
+            raise ConfigError(unknown("kind of accuracy", name, KINDS))
+    return tuple(kind for kind in KINDS if kind in names)
 
 
 def check_samples(samples: int | None) -> None:
@@ -103,16 +120,17 @@ def _state_key(run: Run, whole: Mapping[str, Tensor]) -> str:
     return hash_of([*decisive, str(run.state.round), digest(whole)])
 
 
-def _evaluate(evaluator: Evaluator, attacks: Sequence[str], masking_check: bool, asks_clients: bool) -> RunEvaluation:
-    results = evaluator.measure(attacks, asks_clients)
-    checks = check_masking(evaluator, attacks) if masking_check else {}
-    accuracies = cells(results) if asks_clients else {**cells(results), "personalised": {}}
+def _evaluate(evaluator: Evaluator, attacks: Sequence[str], masking_check: bool, of: Sequence[Kind]) -> RunEvaluation:
+    results = evaluator.measure(attacks, of)
+    checks = check_masking(evaluator, attacks) if masking_check and "global" in of else {}
+    accuracies = {kind: found if kind in of else {} for kind, found in cells(results).items()}
     warnings = masking_warnings(evaluator.test_labels, results, checks)
     return RunEvaluation(conditions(evaluator.session), accuracies, warnings, checks)
 
 
-def _command(path: Path, attacks: Sequence[str], samples: int | None, masking_check: bool) -> str:
+def _command(path: Path, attacks: Sequence[str], samples: int | None, masking_check: bool, of: Sequence[Kind]) -> str:
     command = f"fedprophet evaluate {shlex.quote(str(path))} --attack {','.join(attacks)}"
+    command += "" if of == KINDS else f" --of {','.join(of)}"
     command += "" if samples is None else f" --samples {samples}"
     return command + ("" if masking_check else " --no-masking-check")
 
@@ -126,7 +144,7 @@ def _write(run: Run, state: str, evaluation: RunEvaluation, samples: int | None)
         if earlier.get("state") != state:
             earlier = {"personalised": {}, "global": {}, "settings": {}}
         settings = earlier["settings"]
-        for name in evaluation.accuracies["global"]:
+        for name in evaluation.warnings:
             check = evaluation.checks.get(name)
             settings[name] = {
                 "samples": samples,

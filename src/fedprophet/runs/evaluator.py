@@ -1,8 +1,8 @@
 """Accuracies of a state of a run: on each client's own data, and of the one exported model on the test set."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -21,6 +21,9 @@ from fedprophet.server.accuracy import InputKind, evaluation_fault, personalised
 from fedprophet.server.coordinator import Engine
 from fedprophet.threat import ThreatModel
 
+Kind = Literal["personalised", "uncalibrated", "global"]
+KINDS: tuple[Kind, ...] = ("personalised", "uncalibrated", "global")
+"""What an accuracy is of: the clients; if they calibrate their scores, the clients without that; the exported model."""
 CLIENTS_TOGETHER = 1000
 """How many clients' tasks are made at a time."""
 PART_SAMPLES = 64
@@ -117,15 +120,18 @@ class Evaluator:
         """The labels of the server's test set."""
         return self.session.population.client_data(SERVER).validation.labels
 
-    def measure(self, attacks: Sequence[str], clients: bool = True) -> dict[str, AttackResult]:
-        """Return the answers under each attack; without `clients`, those for the test set alone."""
+    def measure(self, attacks: Sequence[str], of: Collection[Kind] = KINDS) -> dict[str, AttackResult]:
+        """Return the answers under each attack; what is not asked for has none."""
         results = {}
+        calibrates = self.session.config.train.calibration != "none"
         for name in attacks:
             attack, threat = threat_of(self.session, name)
-            test = self.over_test_set(attack, threat, self.test_samples, f"{name}, test set")
-            own = self._over_clients(attack, threat, f"{name}, clients") if clients else ()
+            test: Sequence[Evaluated] = ()
+            if "global" in of:
+                test = self.over_test_set(attack, threat, self.test_samples, f"{name}, test set")
+            own = self._over_clients(attack, threat, f"{name}, clients") if "personalised" in of else ()
             without = None
-            if clients and self.session.config.train.calibration != "none":
+            if calibrates and "uncalibrated" in of:
                 without = self._over_clients(attack, threat, f"{name}, clients, uncalibrated", calibrated=False)
             inputs: InputKind = "clean" if threat is None else "adversarial"
             results[name] = AttackResult(inputs, precision_of(self.session, attack), own, test, without)

@@ -36,7 +36,7 @@ from fedprophet.storage.files import (
     write_synced,
 )
 from fedprophet.storage.locks import LOCK, folder_lock
-from fedprophet.storage.parts import LEAST_PART, read_parts, write_parts
+from fedprophet.storage.parts import LEAST_PART, parts_of, read_parts, write_parts
 from fedprophet.storage.squeeze import WIDTHS, expand, squeeze
 from fedprophet.version import __version__
 
@@ -113,15 +113,16 @@ def pack(
         finished = is_finished(files) and loaded.round == max(checkpoints.rounds())
         contents = [*_contents(files, layers, loaded), *(_results(files) if finished else ())]
         about = {"name": run.absolute().name, "round": loaded.round, "finished": finished}
-        stream = _squeezed(contents, about, watch)
-        if most is not None and len(stream) > most:
-            raise _too_large(len(stream), most, best if best in checkpoints.rounds() else None)
-        parts = write_parts(stream, out, part)
+        packed = parts_of(_squeezed(contents, about, watch), part)
+        size = sum(map(len, packed))
+        if most is not None and size > most:
+            raise _too_large(size, most, best if best in checkpoints.rounds() else None)
+        parts = write_parts(packed, out)
     return Packed(
         round=loaded.round,
         finished=finished,
         parts=tuple(parts),
-        bytes=sum(path.stat().st_size for path in parts),
+        bytes=size,
         unpacked_bytes=sum(len(file.content) for file in contents),
         left_out=tuple(_left_out(run, {file.path for file in contents})),
         notes=tuple(notes),

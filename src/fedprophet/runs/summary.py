@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
@@ -16,10 +16,6 @@ from fedprophet.runs.setup import module_rows
 from fedprophet.server.convergence import score
 from fedprophet.server.coordinator import Record
 from fedprophet.version import __version__
-
-Kind = Literal["personalised", "uncalibrated", "global"]
-KINDS: tuple[Kind, ...] = ("personalised", "uncalibrated", "global")
-"""What an accuracy is of: the clients; if they calibrate their scores, the clients without that; the exported model."""
 
 
 def closing_summary(run: Run, engine: WatchedEngine, whole: Mapping[str, Tensor], record: Record) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """A long content in files of limited size, which are put together again in any order; damage and loss are found."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -26,15 +26,21 @@ class _Header:
     digest: str
 
 
-def write_parts(content: bytes, folder: Path, size: int) -> list[Path]:
-    """Write a content as files of at most `size` bytes."""
+def parts_of(content: bytes, size: int) -> list[bytes]:
+    """Return a content as parts of at most `size` bytes."""
     room = size - MOST_HEADER
     slices = [content[start : start + room] for start in range(0, len(content), room)]
     whole = file_hash(content).hexdigest()
-    files = {}
+    parts = []
     for number, data in enumerate(slices, start=1):
         header = _Header(FORMAT, whole, number, len(slices), file_hash(data).hexdigest())
-        files[folder / f"part-{number:03d}{ENDING}"] = json.dumps(asdict(header)).encode() + b"\n" + data
+        parts.append(json.dumps(asdict(header)).encode() + b"\n" + data)
+    return parts
+
+
+def write_parts(parts: Sequence[bytes], folder: Path) -> list[Path]:
+    """Write parts as files."""
+    files = {folder / f"part-{number:03d}{ENDING}": part for number, part in enumerate(parts, start=1)}
     write_atomic_all(files.items())
     return list(files)
 

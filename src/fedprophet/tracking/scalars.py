@@ -4,7 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from fedprophet.runs.summary import KINDS, fault_count, simulated_seconds
+from fedprophet.runs.evaluator import KINDS
+from fedprophet.runs.summary import fault_count, simulated_seconds
 from fedprophet.server.coordinator import Record
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from cifar10_table import playing
 from cifar10_table.cells import CELLS
-from cifar10_table.keeping import Keeping, pack_smallest, read_tar
+from cifar10_table.keeping import MOST, Keeping, bytes_in, pack_smallest, read_tar
 from safetensors.torch import save_file
 
 from fedprophet.models import build
@@ -25,6 +25,7 @@ from fedprophet.runs.run import RunStoppedError, reopen, start
 RECORDS = 16
 CASCADE, JOINT = "balanced-fedprophet-seed0", "balanced-jfat-seed0"
 LINES = "evaluation/*.jsonl"
+EVALUATED = {"round": 2, "personalised": {}, "global": {}}
 TINY = (
     "engine=plain",
     "threads=1",
@@ -140,6 +141,43 @@ def test_a_run_that_is_going_on_is_kept_and_goes_on_elsewhere(given, tmp_path):
     assert [path.name for path in tmp_path.glob(".*")] == []
 
 
+def test_what_is_kept_stays_within_its_size_and_what_was_kept_before_stays(played, tmp_path, capsys):
+    """A pack that does not fit is not half there, and the call goes on without it."""
+    kept = tmp_path / "kept"
+    assert played(CASCADE, seconds=31, pack="all") == 0
+    first = {file.name: file.read_bytes() for file in (kept / f"{CASCADE}.pack").iterdir()}
+    size = bytes_in(kept)
+    (kept / "other").write_bytes(bytes(1000))
+    capsys.readouterr()
+    assert played(CASCADE, seconds=1000, pack="all", most=size - 1000) == 0
+    assert f"{CASCADE}: not packed this time: --most: the parts take" in capsys.readouterr().out
+    assert {file.name: file.read_bytes() for file in (kept / f"{CASCADE}.pack").iterdir()} == first
+    assert "results.json" in read_tar(kept / f"{CASCADE}.small.tar.gz")
+    assert played(CASCADE, seconds=1000, pack="all") == 0
+    assert unpack(kept / f"{CASCADE}.pack", tmp_path / "there").finished
+
+
+def test_a_pack_in_the_making_is_not_where_things_are_kept(given, tmp_path, monkeypatch):
+    """Whoever takes what is kept away at any time finds one pack, not two."""
+    seen = []
+
+    def watched(run, folder, most):
+        pack_smallest(run, folder, most)
+        seen.append(sorted(path.name for path in (tmp_path / "kept").iterdir()))
+
+    monkeypatch.setattr("cifar10_table.keeping.pack_smallest", watched)
+    keeping = Keeping(tmp_path / "kept", 60.0, "all")
+
+    class Keeper(Observer):
+        def round_done(self, record, seconds):
+            keeping.keep(tmp_path / CASCADE, {})
+
+    play(start(CELLS[CASCADE].config([f"data.root={given / 'images'}", *TINY]), tmp_path / CASCADE), Keeper())
+    small, pack = f"{CASCADE}.small.tar.gz", f"{CASCADE}.pack"
+    assert seen[:2] == [[small], [pack, small]]
+    assert [path.name for path in tmp_path.glob(".*")] == []
+
+
 def test_a_run_is_kept_every_so_many_seconds(tmp_path, wait_until):
     run, kept = tmp_path / JOINT, tmp_path / "kept"
     run.mkdir()
@@ -195,7 +233,7 @@ def test_a_run_whose_best_round_was_not_saved_is_packed_at_its_newest(given, tmp
 
     with pytest.raises(RunStoppedError):
         play(start(config, tmp_path / JOINT), Stop())
-    pack_smallest(tmp_path / JOINT, tmp_path / "parts")
+    pack_smallest(tmp_path / JOINT, tmp_path / "parts", MOST)
     assert unpack(tmp_path / "parts", tmp_path / "there").round == rounds(tmp_path / JOINT)
 
 
@@ -209,11 +247,58 @@ def test_other_settings_are_not_mixed_into_a_run(played, tmp_path, capsys):
 
 def test_autoattack_is_measured_when_a_run_is_finished(played, tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(playing, "evaluate_run", lambda run, attacks, samples, watch: asked.append((attacks, samples)))
+    monkeypatch.setattr(playing, "evaluate_run", lambda *words, of: asked.append((*words[1:4], of)))
     assert played(JOINT, seconds=11, autoattack=40) == 0
     assert asked == []
     assert played(JOINT, seconds=1000, autoattack=40) == 0
-    assert asked == [("clean,pgd20,autoattack", 40)]
+    assert asked == [("clean,pgd20,autoattack", 40, False, "personalised")]
+
+
+def test_while_autoattack_is_put_off_the_next_cells_are_played(played, tmp_path, monkeypatch, capsys):
+    """21 of 41 s are left when the first run is finished: a batch of rows takes 30, and the second run 20."""
+
+    def evaluate(run, attacks, samples, masking_check, watch, of):
+        asked.append(run.files.path.name)
+        try:
+            watch("autoattack, clients", 0, 4)
+        except KeyboardInterrupt:
+            raise RunStoppedError("stopped") from None
+        record = {"settings": {"autoattack": {"samples": samples}}}
+        (run.files.path / "evaluation.json").write_text(json.dumps({**EVALUATED, **record}))
+
+    asked = []
+    monkeypatch.setattr(playing, "evaluate_run", evaluate)
+    other = JOINT.replace("seed0", "seed1")
+    assert played(JOINT, other, seconds=42, autoattack=40, batch_seconds=30) == 0
+    said = capsys.readouterr().out
+    assert f"| {JOINT} | finished, AutoAttack put off | 2 | 2 |" in said
+    assert f"| {other} | finished, AutoAttack put off | 2 | 2 |" in said
+    assert played(JOINT, seconds=42, autoattack=40, batch_seconds=30) == 0
+    assert f"| {JOINT} | finished, AutoAttack measured | 2 | 0 |" in capsys.readouterr().out
+    assert played(JOINT, seconds=42, autoattack=40, batch_seconds=30) == 0
+    assert f"| {JOINT} | finished, AutoAttack measured before | 2 | 0 |" in capsys.readouterr().out
+    assert asked == [JOINT]
+
+
+def test_autoattack_is_not_begun_without_time_for_a_batch_of_rows(monkeypatch):
+    """100 clients of 50 samples each are batches of 40, 40 and 20 clients, whose answers come together."""
+    measuring = playing.Measuring(5000, last=100.0, batch_seconds=30.0)
+    told = [
+        ("pgd20, clients", 7, 99.0, False),
+        ("pgd20, clients", 7, 101.0, True),
+        ("autoattack, clients", 0, 69.0, False),
+        ("autoattack, clients", 0, 71.0, True),
+        ("autoattack, clients", 39, 101.0, False),
+        ("autoattack, clients", 40, 71.0, True),
+        ("autoattack, clients", 100, 101.0, False),
+    ]
+    for what, done, now, stops in told:
+        monkeypatch.setattr(playing, "now", lambda now=now: now)
+        if stops:
+            with pytest.raises(KeyboardInterrupt):
+                measuring.watch(what, done, 100)
+        else:
+            measuring.watch(what, done, 100)
 
 
 def test_a_run_that_finished_earlier_is_measured_and_a_stopped_measurement_goes_on(
@@ -225,11 +310,12 @@ def test_a_run_that_finished_earlier_is_measured_and_a_stopped_measurement_goes_
     measured = lambda: [json.loads(line)["task"] for file in run.glob(LINES) for line in file.read_text().split()]  # noqa: E731
     monkeypatch.setattr(playing, "ATTACKS", "clean,pgd2")  # AutoAttack itself takes long
     monkeypatch.setattr(playing, "now", lambda: len(measured()))
-    assert played(JOINT, seconds=4, autoattack=8, pack="all") == 0
+    assert played(JOINT, seconds=4, autoattack=8, batch_seconds=0, pack="unfinished") == 0
     assert f"| {JOINT} | finished, AutoAttack stopped | 2 | 0 |" in capsys.readouterr().out
     first = measured()
     assert len(first) == 4  # a task is a second, and one of them is the reserve
     assert not (run / "evaluation.json").exists()
+    assert (kept / f"{JOINT}.pack").exists(), "it is not over yet"
 
     # Elsewhere: the pack has the run, and the small files what was measured of it.
     shutil.rmtree(run)
@@ -245,7 +331,11 @@ def test_a_run_that_finished_earlier_is_measured_and_a_stopped_measurement_goes_
     shutil.rmtree(run)
     unpack(kept / f"{JOINT}.pack", run)
     assert played(JOINT, seconds=1000) == 0
-    assert json.loads((run / "evaluation.json").read_bytes())["global"] == json.loads(before)["global"]
+    own = json.loads((run / "evaluation.json").read_bytes())["personalised"]
+    assert own == json.loads(before)["personalised"]
+    assert list(own) == ["clean", "pgd2"]
+    assert played(JOINT, seconds=1000, autoattack=8, pack="unfinished") == 0
+    assert not (kept / f"{JOINT}.pack").exists()
     assert {"evaluation.json", *(f"evaluation/{file.name}" for file in run.glob(LINES))} <= set(
         read_tar(kept / f"{JOINT}.small.tar.gz")
     )
@@ -272,10 +362,10 @@ def test_what_was_measured_of_another_run_is_not_given_back(tmp_path):
 def test_an_evaluation_is_stopped_when_time_is_over(played, tmp_path, monkeypatch):
     assert played(JOINT, seconds=1000) == 0
     monkeypatch.setattr(playing, "now", lambda: 21.0)
-    late = playing.Within(JOINT, 20.0)
-    assert playing.measure(tmp_path / "runs" / JOINT, 8, late) == "finished, AutoAttack stopped"
+    late = playing.Measuring(8, 20.0, -5.0)
+    assert playing.measure(tmp_path / "runs" / JOINT, late) == "finished, AutoAttack stopped"
     with pytest.raises(RunStoppedError):
-        play(reopen(_unfinished(tmp_path / "runs" / JOINT)), late)
+        play(reopen(_unfinished(tmp_path / "runs" / JOINT)), playing.Within(JOINT, 20.0))
 
 
 def _unfinished(run: Path) -> Path:
