@@ -278,6 +278,12 @@ def test_notes_on_norm_layers_and_public_sets(write_run):
     alone = only(compare(paths[:1]))
     assert said(alone, "Norm layers, global") == "Norm layers, global: mean for all rows."
     assert not [note for note in setting_notes(alone) if "public" in note]
+    missed = {"norm_layers": {**own["norm_layers"], "global": "mean; not measured anew"}}
+    seeds = only(compare([*paths[:2], write_run("again", "jfat", "seed=1", results=missed)]))
+    assert said(seeds, "Norm layers, global") == (
+        "Norm layers, global: mean; not measured anew for jFAT seed 1; mean for the others."
+    )
+    assert said(seeds, "Norm layers, personalised").endswith(": each client's own for all rows.")
     older = only(compare([*paths[:2], write_run("old", "fedrbn")]))
     assert said(older, "Norm layers, global") == ("Norm layers, global: not recorded for FedRBN; mean for the others.")
 

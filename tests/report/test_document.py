@@ -175,6 +175,49 @@ def test_facts_of_a_run_and_its_machine(write_cascade):
     assert fact(run, "Versions") == "fedprophet 0.1.0"
 
 
+REFRESH = "norm.refresh=attacked"
+STATISTICS = [f"{layer}.{part}" for layer in ("1", "4", "7") for part in ("running_mean", "running_var")]
+DONE = {"refresh": "attacked", "refreshed": STATISTICS}
+
+
+@pytest.mark.parametrize(
+    ("last", "finished", "text"),
+    [
+        (DONE, True, "shared; statistics at the end: measured anew on attacked images"),
+        (
+            {**DONE, "refreshed": STATISTICS[:4], "not_refreshed": {"layers": ["7"], "usable": 0, "minimum": 1}},
+            True,
+            "shared; statistics at the end: measured anew on attacked images (2 of 3 layers)",
+        ),
+        ({**DONE, "refreshed": []}, True, "shared; statistics at the end: not measured: as they were"),
+        ({}, False, "shared; statistics are to be measured anew on attacked images at the end"),
+        ({}, True, "shared"),
+    ],
+)
+def test_what_became_of_measuring_statistics_anew(last, finished, text, write_run):
+    path = write_run("run", "jfat", REFRESH, notes=[{}, last], finished=finished)
+    assert fact(only(path), "Norm layers") == text
+
+
+def test_stages_after_which_statistics_were_measured(write_cascade):
+    """The second module has no norm layers, or nobody answered: only what was measured is said."""
+    path = write_cascade("run", REFRESH, "norm.refresh_after=stage", results={"rounds": 5})
+    records = [json.loads(line) for line in (path / "journal.jsonl").read_text().splitlines()]
+    assert [number for number, record in enumerate(records) if "fixed" in record] == [1, 3]
+    records[1]["refreshed"], records[3]["refreshed"] = STATISTICS[:2], []
+    records.append({"round": 5, "times": {}, **DONE})
+    (path / "journal.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    found = "shared; statistics at the end: measured anew on attacked images, and after stage 1"
+    assert fact(only(path), "Norm layers") == found
+
+
+def test_a_model_without_statistics_is_not_said_to_be_measured(write_cascade):
+    path = write_cascade("run", REFRESH, finished=False)
+    setup = json.loads((path / "setup.json").read_text())
+    (path / "setup.json").write_text(json.dumps({**setup, "refreshes": False}))
+    assert fact(only(path), "Norm layers") == "shared"
+
+
 def test_several_machines_are_named_by_their_first_round(write_cascade):
     path = write_cascade("run")
     setup = json.loads((path / "setup.json").read_text())

@@ -9,6 +9,7 @@ from fedprophet.report.compare import (
     NOT_SET,
     REFERENCE,
     Comparison,
+    Row,
     Setting,
     candidates,
     numerics,
@@ -65,12 +66,21 @@ def _sources(setting: Setting) -> Iterator[str]:
 def _norm_layers(setting: Setting) -> Iterator[str]:
     finished = [(row.label, row.runs[0]) for row in setting.rows if row.finished]
     for kind in KINDS:
-        if any(kind in run.norm_layers for _, run in finished):
-            used = ((run.norm_layers.get(kind, "not recorded"), label) for label, run in finished)
+        if any(kind in run.norm_layers for run in setting.runs):
+            used = [pair for row in setting.rows if row.finished for pair in _layers_of(row, kind)]
             yield f"Norm layers, {kind}: {_each(used)}."
     if any(run.public_samples for _, run in finished):
         left_out = ((str(run.public_samples), label) for label, run in finished)
         yield f"Test samples in the public set, not used for global accuracies: {_each(left_out)}."
+
+
+def _layers_of(row: Row, kind: Kind) -> Iterator[tuple[str, str]]:
+    """Yield the norm layers of a row's accuracies; seeds may differ, as where nobody measured statistics anew."""
+    found = [run.norm_layers.get(kind, "not recorded") for run in row.runs]
+    if len(set(found)) == 1:
+        yield found[0], row.label
+    else:
+        yield from ((text, f"{row.label} seed {run.config.seed}") for text, run in zip(found, row.runs, strict=True))
 
 
 def _samples(setting: Setting) -> Iterator[str]:

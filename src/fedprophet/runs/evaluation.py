@@ -108,7 +108,7 @@ def _evaluate(evaluator: Evaluator, attacks: Sequence[str], masking_check: bool,
     checks = check_masking(evaluator, attacks) if masking_check else {}
     accuracies = cells(results) if asks_clients else {**cells(results), "personalised": {}}
     warnings = masking_warnings(evaluator.test_labels, results, checks)
-    return RunEvaluation(conditions(evaluator.session), accuracies, warnings, checks)
+    return RunEvaluation(conditions(evaluator.session, evaluator.state), accuracies, warnings, checks)
 
 
 def _command(path: Path, attacks: Sequence[str], samples: int | None, masking_check: bool) -> str:
