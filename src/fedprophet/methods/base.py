@@ -129,7 +129,9 @@ class Method(ABC, Generic[S]):
             self.norm_layers = f"{SHARED_LAYERS}; statistics: {self.norm_layers}"
             self.client_norm_layers = f"{SHARED_LAYERS}; statistics: {self.client_norm_layers}"
         elif norm.layers != "local":
-            self.norm_layers = self.client_norm_layers = f"{SHARED_LAYERS}, variances pooled"
+            fixed = f"; statistics fixed after {world.config.frozen_after_rounds} rounds of a stage"
+            joined = f"{SHARED_LAYERS}, variances pooled{fixed if norm.layers == 'frozen' else ''}"
+            self.norm_layers = self.client_norm_layers = joined
 
     @abstractmethod
     def initial(self) -> S:

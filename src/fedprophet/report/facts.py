@@ -8,10 +8,17 @@ from fedprophet.display.numbers import counted
 from fedprophet.durations import format_duration
 from fedprophet.methods import METHODS
 from fedprophet.methods.refresh import measured_text
+from fedprophet.report.compare import changed_settings
 from fedprophet.report.runs import DEPLOYED, ReadFolder
 from fedprophet.runs.engine_history import engines_text
 from fedprophet.settings.toml import shown
 from fedprophet.sizes import format_size
+
+SAID = frozenset(
+    ("rounds", "data.name", "fleet.pool", "attack.radius", "attack.steps", "norm.layers", "norm.refresh")
+) | {"train.calibration", "aggregate.rule"}
+SAID_SECTIONS = ("model.", "shards.", "population.")
+"""What has a fact of its own; whatever else changes what is learnt is in one line, if it is not at its default."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +47,16 @@ def run_facts(folder: ReadFolder) -> Iterator[Fact]:
     calibrated = "with the client's label frequencies" if config.train.calibration == "labels" else "none"
     yield Fact("Calibration", calibrated)
     yield Fact("Aggregation", config.aggregate.rule)
+    others = {key: value for key, value in changed_settings(summary).items() if not _is_said(key, entry.cascade)}
+    if others:
+        yield Fact("Not at the default", ", ".join(f"{key} = {value}" for key, value in others.items()))
     yield Fact("Rounds", _rounds(folder))
     yield Fact("Seed", str(config.seed))
+
+
+def _is_said(key: str, cascade: bool) -> bool:
+    """Whether another fact has a key's value."""
+    return key in SAID or key.startswith(SAID_SECTIONS) or (cascade and key in ("memory.budget", "memory.enforce"))
 
 
 def machine_facts(folder: ReadFolder) -> Iterator[Fact]:

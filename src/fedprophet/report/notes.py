@@ -4,6 +4,7 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from fedprophet.display.numbers import counted, percent
+from fedprophet.methods import reads
 from fedprophet.report.compare import (
     COLUMN_ATTACKS,
     NOT_SET,
@@ -12,8 +13,9 @@ from fedprophet.report.compare import (
     Row,
     Setting,
     candidates,
+    changed_settings,
     numerics,
-    reads,
+    of_setting,
     relevant_settings,
 )
 from fedprophet.report.runs import DEPLOYED
@@ -128,6 +130,18 @@ def _rows_differ(setting: Setting) -> Iterator[str]:
             yield f"Rows differ in the configuration key {key}: {values}."
 
 
+def _rows_share(setting: Setting) -> Iterator[str]:
+    """Name what all rows have that read it, where it is not the default: one line, whatever keys there are."""
+    rows = [(row, changed_settings(row.runs[0])) for row in setting.rows]
+    same = {}
+    for key in dict.fromkeys(key for _, keys in rows for key in keys):
+        values = {keys.get(key) for row, keys in rows if reads(row.method, key)}
+        if len(values) == 1 and key != "model.weights" and not of_setting(key):
+            same[key] = values.pop()
+    if same:
+        yield f"Not at the default, and alike in all rows: {', '.join(f'{k} = {v}' for k, v in same.items())}."
+
+
 def _engines_differ(setting: Setting) -> Iterator[str]:
     """Runs on different engines share a row, though a GPU rounds differently. One run may have used several."""
     used = [(numerics(run), f"{row.label} seed {run.config.seed}") for row in setting.rows for run in row.runs]
@@ -226,6 +240,7 @@ _NOTES: Sequence[Callable[[Setting], Iterable[str]]] = (
     _samples,
     _precisions,
     _rows_differ,
+    _rows_share,
     _engines_differ,
     _deployed,
     _unfinished,
