@@ -82,7 +82,8 @@ def test_a_run_says_how_its_norm_layers_were_joined(method, tiny):
 def test_a_run_says_when_statistics_were_fixed(after, rounds, tiny):
     settings = {"method": "jfat", "rounds": 8, "norm.layers": "frozen", "norm.frozen_after": after}
     method = assemble(tiny(settings)).method
-    text = f"joined in every round like all parameters, variances pooled; statistics fixed after {rounds} rounds of a stage"
+    joined = "joined in every round like all parameters, variances pooled"
+    text = f"{joined}; statistics fixed after {rounds} rounds of a stage"
     assert method.layers_of(method.initial()) == {"personalised": text, "global": text}
     shared = assemble(tiny({**settings, "norm.layers": "shared"})).method
     assert "fixed" not in shared.layers_of(shared.initial())["global"]
