@@ -162,7 +162,7 @@ def test_keys_that_a_method_does_not_read_change_nothing(method, tiny, play_in_m
 def test_a_command_that_is_repeated_with_every_method_goes_through(method):
     """What a method does not read is noted, in one line."""
     changes = ["perturbation.start=0.5", "distillation.diversity=0.5", "norm.refresh_after=stage", "norm.refresh=clean"]
-    changes += ["norm.layers=shared"] if method != "fedrbn" else []
+    changes += ["model.options.width=4", *(["norm.layers=shared"] if method != "fedrbn" else [])]
     config = load_config("digits", [f"method={method}", *changes])
     found = notes(config)
     unread = [key for key in config.chosen_keys() if not reads(method, key)]
