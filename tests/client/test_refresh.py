@@ -208,7 +208,7 @@ def test_statistics_that_are_not_finite_are_not_kept(plan):
     workspace, _, client = make(plan)
     task = refresh(workspace, keeps=True)
     spoilt = {**task.parameters, "one.weight": task.parameters["one.weight"] * math.nan}
-    run_client(replace(task, parameters=spoilt), client, workspace)
+    assert run_client(replace(task, parameters=spoilt), client, workspace).samples == 0, "so the server knows"
     assert run_client(Report(round=ROUND, client=NUMBER, seed=SEED, wants_local=True), client, workspace).local == {}
 
 

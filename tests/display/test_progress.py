@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fedprophet.display.progress import LiveDisplay, PlainLines, observer_for
+from fedprophet.display.progress import LiveDisplay, PlainLines, events_of, facts_of, observer_for
+from fedprophet.runs.outline import outline_of
 from fedprophet.runs.session import assemble
 from fedprophet.sizes import format_size
 
@@ -245,3 +246,15 @@ def test_lines_of_the_round_that_measures_statistics(tiny):
     assert last == "round 10  norm statistics measured anew on attacked images  (2.0 s, at most about 0:00 left)"
     assert dropped == "round 10: client 4 was dropped: a is negative"
     assert missing == "round 10: no answer from client 2 (measuring norm statistics)"
+
+
+def test_lines_say_which_statistics_were_not_measured(tiny):
+    outline = outline_of(refreshing(tiny))
+    missed = {"layers": ["4", "7"], "usable": 1, "minimum": 3}
+    some = REFRESHED | {"refreshed": ["1.running_mean", "1.running_var"], "not_refreshed": missed}
+    assert facts_of(some, outline)["norm statistics"] == "measured anew on attacked images (1 of 3 layers)"
+    said = "round 10: the norm statistics of 4, 7 stay as they were (1 usable answer, aggregate.minimum = 3)"
+    assert list(events_of(some)) == [said]
+    none = REFRESHED | {"refreshed": [], "not_refreshed": missed}
+    assert facts_of(none, outline)["norm statistics"] == "not measured: as they were"
+    assert list(events_of(none)) == [said]

@@ -300,6 +300,12 @@ def test_the_exported_model_has_the_servers_norm_layers(played, same_tensors) ->
     assert played.session.method.norm_layers != JointTraining.norm_layers
 
 
+@pytest.mark.parametrize("layers", ["local", "shared", "statistics-local", "frozen"])
+def test_wherever_norm_layers_live_results_say_that_they_were_distilled(layers, tiny) -> None:
+    method = assemble(tiny({**SETTINGS, "norm.layers": layers})).method
+    assert set(method.layers_of(method.initial()).values()) == {"those that the server's model was distilled with"}
+
+
 def test_the_global_accuracy_leaves_the_public_set_out(played) -> None:
     session = played.session
     state, _ = _told_apart(played.states[1])

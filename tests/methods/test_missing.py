@@ -172,6 +172,14 @@ def test_a_stage_goes_on_until_a_client_measures(settings, tiny, play_in_memory)
     assert played.records[3]["fixed"]["round"] == played.records[3]["best_round"]
 
 
+def test_statistics_that_were_measured_for_a_postponed_end_are_not_said_to_be_used(settings, tiny, play_in_memory):
+    renewed = {"norm.layers": "shared", "norm.refresh": "clean", "norm.refresh_after": "stage"}
+    config = tiny({**settings, **renewed})
+    played = play_in_memory(config, lambda engine: Silent(engine, ("measure",), [2]), rounds=3)
+    assert "postponed" in played.records[1]
+    assert ["refreshed" in record for record in played.records] == [False, False, True]
+
+
 def test_a_stage_that_ends_early_goes_on_too(settings, tiny, play_in_memory, scripted):
     """Its best round is the first, and its patience one round."""
     config = tiny({**settings, "rounds": 6, "convergence.patience": 1})

@@ -17,6 +17,7 @@ from fedprophet.messages.codec import decode, encode
 from fedprophet.messages.tasks import Refresh
 from fedprophet.messages.values import SERVER
 from fedprophet.methods import METHODS
+from fedprophet.methods.refresh import Renewal
 from fedprophet.runs.evaluator import Evaluator
 from fedprophet.runs.export import exported_model
 from fedprophet.runs.session import assemble
@@ -63,15 +64,16 @@ def test_the_exported_model_has_the_pooled_statistics_of_all_clients(method, lay
     trained, chain = played.states[-2], session.world.chain
     assert session.method.finished(state)
     assert not session.method.finished(trained)
+    own = layers != "shared" and method in SUB_NETWORKS
     assert record == {
         "round": trained.round + 1,
         "refresh": "clean",
         "times": {},
         "dropped": {},
         "refreshed": sorted(statistics_names(chain)),
+        **({"renewed": 6} if own else {}),
     }
     passes = asked(played.exchanges[-1])
-    own = layers != "shared" and method in SUB_NETWORKS
     assert len(passes) == 1 + own
     tasks, answers = passes[-1]
     assert [task.client for task in tasks] == list(range(6))
@@ -186,6 +188,7 @@ def test_without_norm_layers_nobody_is_asked(tiny, play_in_memory):
     refreshed, record = play_round(session.method.round(state), nobody)
     assert session.method.finished(refreshed)
     assert record["refreshed"] == []
+    assert set(session.method.layers_of(refreshed).values()) == {"none that keep statistics"}
 
 
 class Buffered(nn.Module):
@@ -342,6 +345,11 @@ def test_where_nobody_answers_the_statistics_stay_and_the_run_ends(layers, turn,
     session, (before, after) = played.session, played.states[-2:]
     assert session.method.finished(after)
     assert played.records[-1]["refreshed"] == []
+    assert set(played.records[-1]["not_refreshed"]["layers"]) == set(norm_modules(session.world.chain))
+    texts = session.method.layers_of(after)
+    assert not [text for text in texts.values() if "measured anew on" in text]
+    assert texts["global"].endswith("; at the end, statistics were not measured anew: too few usable answers")
+    assert ("at the end" in texts["personalised"]) == (layers == "shared")
     whole, old = (exported_model(session, state, session.engine) for state in (after, before))
     assert all(torch.equal(whole[name], old[name]) for name in old)
 
@@ -353,11 +361,70 @@ def test_fewer_measurements_than_the_minimum_change_nothing(tiny, play_in_memory
     played = play_in_memory(config, poisoned(useless, [2], [0, 1], "refresh"))
     record, (before, after) = played.records[-1], played.states[-2:]
     assert played.session.method.finished(after)
-    assert (record["refreshed"], record["too_few"]) == ([], {"usable": 2, "minimum": 3})
+    layers = list(norm_modules(played.session.world.chain))
+    assert (record["refreshed"], record["not_refreshed"]) == ([], {"layers": layers, "usable": 2, "minimum": 3})
+    assert "too_few" not in record, "that is said of updates"
+    assert after.renewal == Renewal((), tuple(layers))
     assert all(torch.equal(after.model[name], before.model[name]) for name in before.model)
     enough = play_in_memory(config, poisoned(useless, [2], [0], "refresh")).records[-1]
     assert enough["refreshed"] == sorted(statistics_names(played.session.world.chain))
-    assert "too_few" not in enough
+    assert "not_refreshed" not in enough
+
+
+class AwayFor(Away):
+    """Whose clients answer no task about one norm layer."""
+
+    def __init__(self, engine, layer):
+        self.engine, self.layer = engine, layer
+
+    def map(self, tasks):
+        yield from self.engine.map([task for task in tasks if getattr(task, "layer", None) != self.layer])
+
+
+def test_layers_that_nobody_measured_in_their_turn_are_named(tiny, play_in_memory):
+    config = tiny({**JFAT, "norm.refresh_layers": "in-turn"})
+    layers = list(norm_modules(assemble(config).world.chain))
+    assert len(layers) > 2
+    played = play_in_memory(config, lambda engine: AwayFor(engine, layers[1]))
+    record, (before, after) = played.records[-1], played.states[-2:]
+    assert record["not_refreshed"] == {"layers": [layers[1]], "usable": 0, "minimum": 1}
+    assert after.renewal == Renewal((layers[0], *layers[2:]), (layers[1],))
+    for name in statistics_names(played.session.world.chain):
+        assert torch.equal(after.model[name], before.model[name]) == name.startswith(f"{layers[1]}.")
+    texts = played.session.method.layers_of(after)
+    assert texts["global"] == texts["personalised"]
+    assert texts["global"].endswith(
+        f"; at the end, statistics measured anew on clean images, but not those of {layers[1]} (too few usable answers)"
+    )
+    table, tensors = encode(after)
+    assert decode(type(after), json.loads(json.dumps(table)), tensors).renewal == after.renewal
+
+
+class AwayAtFirst(Away):
+    """Some of whose clients do not renew their own statistics, and answer what is pooled."""
+
+    def __init__(self, engine, away):
+        self.engine, self.away = engine, away
+
+    def map(self, tasks):
+        yield from self.engine.map([t for t in tasks if not getattr(t, "keeps", False) or t.client not in self.away])
+
+
+@pytest.mark.parametrize(
+    ("away", "asked_clients", "text"),
+    [
+        ((), "all", "each client's own; at the end, statistics measured anew on clean images"),
+        ((1, 4), "all", "each client's own; at the end, statistics measured anew on clean images by 4 of 6 clients"),
+        ((), 2, "each client's own; at the end, statistics measured anew on clean images by 2 of 6 clients"),
+        (range(6), "all", "each client's own; at the end, no client measured its statistics anew"),
+    ],
+)
+def test_results_say_how_many_clients_renewed_their_own_statistics(away, asked_clients, text, tiny, play_in_memory):
+    config = tiny({**SMALL, "method": "heterofl", "norm.refresh_clients": asked_clients})
+    played = play_in_memory(config, lambda engine: AwayAtFirst(engine, away))
+    texts = played.session.method.layers_of(played.states[-1])
+    assert texts["personalised"] == text
+    assert texts["global"].endswith("; at the end, statistics measured anew on clean images")
 
 
 def test_clients_that_cannot_be_reached_for_their_layers_are_left_out(tiny, play_in_memory):
@@ -458,11 +525,13 @@ def test_a_measurement_proves_no_model(honest):
 def test_a_state_of_an_earlier_version_has_none_of_it(honest):
     """A checkpoint without the fields that came later is read with their defaults, and any other must be there."""
     table, tensors = encode(honest.states[1])
-    later = ("starting", "best_starting", "refreshed", "norm_layers")
+    later = ("starting", "best_starting", "refreshed", "renewal", "norm_layers")
     old = json.loads(json.dumps({name: value for name, value in table.items() if name not in later}))
     state = decode(honest.session.method.state, old, tensors)
     assert (state.starting, state.best_starting, state.refreshed, state.norm_layers) == ({}, {}, False, {})
     assert not honest.session.method.finished(state)
+    unknown = honest.session.method.layers_of(replace(honest.states[-1], renewal=None))["global"]
+    assert unknown.endswith("; at the end, statistics measured anew on clean images; the journal says of which layers")
     for name in table.keys() - set(later):
         with pytest.raises(ValueError, match=f"lacks '{name}'"):
             decode(honest.session.method.state, {n: v for n, v in old.items() if n != name}, tensors)
@@ -479,17 +548,26 @@ def test_messages_have_all_their_fields(kind, honest):
 
 
 def test_the_run_says_where_its_statistics_come_from(tiny):
+    """Before the last round nothing was measured anew, and nothing is said of it."""
     texts = {}
+
+    def said(**settings):
+        method = assemble(tiny({**JFAT, "norm.layers": "local", "norm.refresh": "attacked", **settings})).method
+        state = method.initial()
+        assert "measured anew" not in str(method.layers_of(state))
+        done = method.layers_of(replace(state, refreshed=True, renewal=Renewal(("a",), (), own=6)))
+        assert list(done) == ["personalised", "global"]
+        return done["global"], done["personalised"]
+
     for method in ("jfat", "heterofl", "feddf"):
-        made = assemble(tiny({**SMALL, "method": method, "norm.refresh": "attacked"})).method
-        texts[method] = made.norm_layers, made.client_norm_layers
+        texts[method] = said(method=method)
     measured = "statistics measured anew on attacked images"
     assert {m: tuple(measured in text for text in both) for m, both in texts.items()} == {
         "jfat": (True, False),
         "heterofl": (True, True),
         "feddf": (True, True),
     }
-    assert measured in assemble(tiny({**JFAT, "norm.refresh": "attacked"})).method.client_norm_layers
+    assert measured in said(**{"norm.layers": "shared"})[1]
 
 
 def test_the_server_evaluates_what_was_pooled(honest):

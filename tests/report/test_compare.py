@@ -205,7 +205,7 @@ def test_keys_in_which_methods_differ_are_named(write_run):
     setting = only(compare([write_run("a", "jfat", "rounds=84"), write_run("b", "fedprophet", "rounds=21")]))
     assert labels(setting) == ["jFAT", "FedProphet"]
     assert said(setting, "rounds") == "Rows differ in the configuration key rounds: 84 for jFAT; 21 for the others."
-    assert not [note for note in setting_notes(setting) if "train.batch" in note]
+    assert not [note for note in setting_notes(setting) if "key train.batch" in note]
 
 
 def test_data_and_fleet_make_tables_of_their_own(write_run):
@@ -278,8 +278,37 @@ def test_notes_on_norm_layers_and_public_sets(write_run):
     alone = only(compare(paths[:1]))
     assert said(alone, "Norm layers, global") == "Norm layers, global: mean for all rows."
     assert not [note for note in setting_notes(alone) if "public" in note]
+    missed = {"norm_layers": {**own["norm_layers"], "global": "mean; not measured anew"}}
+    seeds = only(compare([*paths[:2], write_run("again", "jfat", "seed=1", results=missed)]))
+    assert said(seeds, "Norm layers, global") == (
+        "Norm layers, global: mean; not measured anew for jFAT seed 1; mean for the others."
+    )
+    assert said(seeds, "Norm layers, personalised").endswith(": each client's own for all rows.")
     older = only(compare([*paths[:2], write_run("old", "fedrbn")]))
     assert said(older, "Norm layers, global") == ("Norm layers, global: not recorded for FedRBN; mean for the others.")
+
+
+def test_one_note_has_what_all_rows_share(write_run):
+    """Also a key that only one of them reads; what rows differ in has a note of its own, and the title has the data."""
+    both = ["data.mirror=true", "attack.ramp=3", "train.smoothing=2.5", "shards.iid_fraction=0.5"]
+    paths = [write_run("a", "jfat", *both), write_run("b", "fedprophet", *both, "perturbation.change=0.15")]
+    shared = said(only(compare(paths)), "alike in all rows")
+    for text in ("data.mirror = true", "attack.ramp = 3", "train.smoothing = 2.5", "perturbation.change = 0.15"):
+        assert f" {text}," in shared or f" {text}." in shared
+    assert "shards." not in shared
+    assert "distillation." not in shared
+    differing = only(compare([*paths, write_run("c", "heterofl", *both, "data.mirror=false")]))
+    assert "data.mirror" not in said(differing, "alike in all rows")
+    assert said(differing, "key data.mirror").endswith(": false for HeteroFL-AT; true for the others.")
+
+
+def test_runs_that_differ_in_what_their_method_does_not_read_share_a_row(write_run):
+    paths = [
+        write_run("a", "jfat", "norm.refresh_after=stage", "propagation.temperature=0.5"),
+        write_run("b", "jfat", "seed=1", "train.strong_convexity=0.5"),
+    ]
+    (row,) = only(compare(paths)).rows
+    assert (row.seeds, row.label) == ((0, 1), "jFAT")
 
 
 def test_starting_weights_do_not_change_the_time(write_run):
@@ -395,7 +424,7 @@ def test_notes_on_samples_versions_attacks_and_memory(write_run, tmp_path):
 
 def test_keys_that_only_one_method_reads_are_no_difference_between_methods(write_run):
     setting = compare([write_run("a", "jfat"), write_run("b", "fedprophet"), write_run("c", "fedet")]).settings[0]
-    assert not [note for note in setting_notes(setting) if "perturbation." in note or "distillation." in note]
+    assert not [note for note in setting_notes(setting) if "key perturbation." in note or "key distillation." in note]
 
 
 def test_mirror_images_make_a_row_of_their_own(write_run):

@@ -5,6 +5,8 @@ from dataclasses import asdict
 
 import pytest
 
+from fedprophet.config.config import Config
+from fedprophet.config.reference import to_toml
 from fedprophet.errors import CheckpointError
 from fedprophet.report import rounds, sums
 from fedprophet.report.document import Cascade, report_of
@@ -173,6 +175,77 @@ def test_facts_of_a_run_and_its_machine(write_cascade):
     assert fact(run, "Wall-clock time") == "8.0 s for 4 rounds"
     assert fact(run, "Machine") == "Some Processor, 2 cores, 8.0 GB memory"
     assert fact(run, "Versions") == "fedprophet 0.1.0"
+
+
+def test_what_changes_the_result_is_in_one_line_if_it_is_not_the_default(write_run):
+    """Of other methods' keys and of keys that do nothing there is no word; numbers are short."""
+    plain = dict(each.split(" = ") for each in fact(only(write_run("run")), "Not at the default").split(", "))
+    assert plain["train.batch"] == "16"
+    assert not [key for key in plain if key.startswith(("perturbation.", "distillation.", "model.", "shards."))]
+    assert not plain.keys() & {"rounds", "seed", "norm.layers", "train.calibration", "attack.radius"}
+    mirrored = ["data.mirror=true", "attack.ramp=3", "train.proximal=0.125", "train.smoothing=2.5", "attack.step=1/255"]
+    idle = ["norm.frozen_after=7", "perturbation.start=0.7", "distillation.diversity=0.5", "engine=plain"]
+    run = only(write_run("other", "jfat", *mirrored, *idle))
+    found = dict(each.split(" = ") for each in fact(run, "Not at the default").split(", "))
+    assert found == plain | {
+        "data.mirror": "true",
+        "attack.ramp": "3",
+        "train.proximal": "0.125",
+        "train.smoothing": "2.5",
+        "attack.step": "0.003922",
+    }
+    assert "train.smoothing" not in fact(
+        only(write_run("uncalibrated", "jfat", "train.smoothing=2.5", "train.calibration=none")), "Not at the default"
+    )
+
+
+def test_a_run_that_has_the_defaults_has_no_such_line(write_run):
+    path = write_run("run")
+    (path / "config.toml").write_text(to_toml(Config(method="jfat")))
+    assert "Not at the default" not in [each.label for each in only(path).facts]
+
+
+REFRESH = "norm.refresh=attacked"
+STATISTICS = [f"{layer}.{part}" for layer in ("1", "4", "7") for part in ("running_mean", "running_var")]
+DONE = {"refresh": "attacked", "refreshed": STATISTICS}
+
+
+@pytest.mark.parametrize(
+    ("last", "finished", "text"),
+    [
+        (DONE, True, "shared; statistics at the end: measured anew on attacked images"),
+        (
+            {**DONE, "refreshed": STATISTICS[:4], "not_refreshed": {"layers": ["7"], "usable": 0, "minimum": 1}},
+            True,
+            "shared; statistics at the end: measured anew on attacked images (2 of 3 layers)",
+        ),
+        ({**DONE, "refreshed": []}, True, "shared; statistics at the end: not measured: as they were"),
+        ({}, False, "shared; statistics are to be measured anew on attacked images at the end"),
+        ({}, True, "shared"),
+    ],
+)
+def test_what_became_of_measuring_statistics_anew(last, finished, text, write_run):
+    path = write_run("run", "jfat", REFRESH, notes=[{}, last], finished=finished)
+    assert fact(only(path), "Norm layers") == text
+
+
+def test_stages_after_which_statistics_were_measured(write_cascade):
+    """The second module has no norm layers, or nobody answered: only what was measured is said."""
+    path = write_cascade("run", REFRESH, "norm.refresh_after=stage", results={"rounds": 5})
+    records = [json.loads(line) for line in (path / "journal.jsonl").read_text().splitlines()]
+    assert [number for number, record in enumerate(records) if "fixed" in record] == [1, 3]
+    records[1]["refreshed"], records[3]["refreshed"] = STATISTICS[:2], []
+    records.append({"round": 5, "times": {}, **DONE})
+    (path / "journal.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    found = "shared; statistics at the end: measured anew on attacked images, and after stage 1"
+    assert fact(only(path), "Norm layers") == found
+
+
+def test_a_model_without_statistics_is_not_said_to_be_measured(write_cascade):
+    path = write_cascade("run", REFRESH, finished=False)
+    setup = json.loads((path / "setup.json").read_text())
+    (path / "setup.json").write_text(json.dumps({**setup, "refreshes": False}))
+    assert fact(only(path), "Norm layers") == "shared"
 
 
 def test_several_machines_are_named_by_their_first_round(write_cascade):

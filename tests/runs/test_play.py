@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from fedprophet.cascade.atoms import chain_of
@@ -20,6 +21,7 @@ from fedprophet.errors import CheckpointError, ConfigError, TrainingError
 from fedprophet.messages.values import SERVER
 from fedprophet.runs import play as play_module
 from fedprophet.runs.checkpoint import Checkpoints
+from fedprophet.runs.evaluation import evaluate_run
 from fedprophet.runs.export import write_model
 from fedprophet.runs.files import RunFiles
 from fedprophet.runs.journal import Journal
@@ -592,6 +594,33 @@ def test_what_a_refreshed_run_leaves(refreshed, tmp_path):
     layers = {name: whole[name] for name in session.world.chain.local()}
     answers = session.engine.map([replace(task, samples=40, parameters={**task.parameters, **layers})])
     assert [answer.clean for answer in answers] == [round(40 * results["global"]["clean"]["accuracy"])]
+
+
+class NobodyMeasures:
+    """An engine whose clients do not answer what a refresh asks."""
+
+    def __init__(self, engine):
+        self.engine = engine
+
+    def map(self, tasks):
+        yield from self.engine.map([task for task in tasks if task.kind != "refresh"])
+
+
+def test_results_model_and_evaluation_say_if_nothing_was_measured_anew(tiny, small, stop, tmp_path):
+    path, config = tmp_path / "run", tiny({**small, **REFRESHED, "norm.layers": "statistics-local"})
+    engine = lambda parts: NobodyMeasures(make_engine(parts))  # noqa: E731
+    with pytest.raises(RunStoppedError):
+        play(start(config, path, engine=engine), stop(after_round=2))
+    early = evaluate_run(open_to_read(path), ["clean"], samples=20, masking_check=False).conditions["norm_layers"]
+    assert not any("at the end" in text for text in early.values()), "that round is still to come"
+    layers = play(reopen(path, engine=engine))["norm_layers"]
+    assert layers["global"].endswith("; at the end, statistics were not measured anew: too few usable answers")
+    assert layers["personalised"].endswith("; at the end, no client measured its statistics anew")
+    with safe_open(path / "model.safetensors", "pt") as file:
+        assert file.metadata()["norm_layers"] == layers["global"]
+    found = evaluate_run(open_to_read(path), ["clean"], samples=20, masking_check=False)
+    assert found.conditions["norm_layers"] == layers
+    assert Journal(path / "journal.jsonl").read()[-1]["renewed"] == 0
 
 
 def test_clients_are_evaluated_with_the_statistics_they_renewed(refreshed):

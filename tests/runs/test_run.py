@@ -118,7 +118,7 @@ def test_a_whole_state_that_is_not_of_this_run_is_refused(stopped, change):
 
 def test_a_run_of_the_version_before_norm_layers_had_settings_goes_on(stopped, contents, undisturbed):
     """Its files lack the keys and the fields that came later."""
-    later = {"starting", "best_starting", "refreshed", "norm_layers"}
+    later = {"starting", "best_starting", "refreshed", "renewal", "norm_layers"}
     for file in stopped.glob("checkpoints/*/state.json"):
         document = json.loads(file.read_bytes())
         del document["digest"], document["config"]["norm"]

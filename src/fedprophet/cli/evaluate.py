@@ -110,7 +110,7 @@ def export_command(
     mean, std = (", ".join(f"{value:.4f}" for value in values) for values in session.normalize.numbers)
     lines = (
         f"{session.config.model.name} after {opened.state.round} rounds written to {out}.",
-        f"Norm layers: {session.method.norm_layers}.",
+        f"Norm layers: {session.method.layers_of(opened.state)['global']}.",
         f"Its input: images in [0, 1], normalised with mean {mean} and std {std}.",
         "Both are in the file's metadata.",
     )

@@ -177,12 +177,17 @@ class Job(Generic[T_co]):
         return Evaluated(**self.header, samples=samples, clean=clean, adversarial=adversarial, broken=broken)
 
     def refreshed(self: "Job[Refresh]", statistics: Mapping[str, Tensor]) -> Refreshed:
-        """Return statistics that were measured anew, weighted by the client's own samples; `keeps` stores them."""
-        samples, keeps = len(self.client.data.train), self.task.keeps
-        if keeps and samples and all(bool(torch.isfinite(value).all()) for value in statistics.values()):
+        """Return statistics that were measured anew, weighted by the client's own samples.
+
+        `keeps` stores them, if they are finite; the answer then says over how many samples those are that are kept.
+        """
+        samples = len(self.client.data.train)
+        if not self.task.keeps:
+            return Refreshed(**self._header_of_training, samples=samples, statistics=statistics)
+        finite = all(bool(torch.isfinite(value).all()) for value in statistics.values())
+        if finite and samples:
             self.store(statistics)
-        sent = {} if keeps else statistics
-        return Refreshed(**self._header_of_training, samples=samples, statistics=sent)
+        return Refreshed(**self._header_of_training, samples=samples if finite else 0)
 
     def measured(self: "Job[Measure]", magnitude: float) -> Measured:
         """Return how far the attack moved the feature, weighted by the client's own training samples."""

@@ -7,12 +7,19 @@ The package that has the registry fills its entry, so that the configuration can
 from collections.abc import Callable, Mapping
 
 CHOICES: dict[str, Callable[[], Mapping[str, str]]] = {}
+READS: dict[str, Callable[[str, str], bool]] = {}
+"""Under "method": whether a method reads a key."""
 AUTO = "auto"
 
 
 def methods() -> Mapping[str, str]:
     """Return the methods and their lines of help."""
     return CHOICES["method"]()
+
+
+def reads(method: str, key: str) -> bool:
+    """Whether a key says anything to a method."""
+    return READS["method"](method, key)
 
 
 def engines() -> Mapping[str, str]:

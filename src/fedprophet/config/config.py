@@ -28,6 +28,7 @@ from fedprophet.data.registry import DataSettings
 from fedprophet.data.shards import ShardSettings
 from fedprophet.fleet.availability import FleetSettings
 from fedprophet.models.registry import ModelSettings
+from fedprophet.settings.describe import default_of
 from fedprophet.settings.section import Section, registered_sections
 from fedprophet.settings.values import OneOf, share_of
 
@@ -100,6 +101,19 @@ class Config(Section):
     def tables(self) -> Iterator[tuple[str, Section]]:
         """Yield the name and value of every table."""
         yield from ((name, value) for name, value in self if isinstance(value, Section))
+
+    def idle_keys(self) -> dict[str, str]:
+        """Return the keys that change nothing, each with the setting that makes it so."""
+        return {f"{name}.{key}": why for name, table in self.tables() for key, why in table.idle(self)}
+
+    def chosen_keys(self) -> dict[str, Any]:
+        """Return the keys that were chosen for this run and are not at their defaults, with their values."""
+        return {
+            f"{name}.{key}": value
+            for name, table in self.tables()
+            for key, value in table
+            if key in table.model_fields_set and value != default_of(type(table).model_fields[key])
+        }
 
     @property
     def warmup_rounds(self) -> int:

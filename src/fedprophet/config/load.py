@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from fedprophet.config.choices import methods
+from fedprophet.config.choices import methods, reads
 from fedprophet.config.config import Config, config_model
 from fedprophet.config.renamed import assign, renamed_path, with_new_names
 from fedprophet.errors import ConfigError, unknown
@@ -46,13 +46,16 @@ def load_config(source: str | Path | None = None, overrides: Sequence[str] = ())
     data = _for_method(data, place, *chosen[-1:])
     for path, value in changes:
         assign(data, path, value)
-    return _validated(data, place, [".".join(path) for path, _ in changes])
+    config = _validated(data, place, [".".join(path) for path, _ in changes])
+    by_hand = {".".join(path[:2]) for path, _ in changes}
+    return _with_chosen(config, by_hand if source is None or source in PRESETS else by_hand | _read_keys(config))
 
 
 @_shallow()
 def parse_config(data: Mapping[str, Any], place: str = "") -> Config:
     """Return the configuration in a nested table; `place` says in errors where it came from."""
-    return _validated(_for_method(data, place), place)
+    config = _validated(_for_method(data, place), place)
+    return _with_chosen(config, _read_keys(config))
 
 
 def _validated(data: Mapping[str, Any], place: str, overridden: Collection[str] = ()) -> Config:
@@ -61,6 +64,21 @@ def _validated(data: Mapping[str, Any], place: str, overridden: Collection[str] 
         return model.model_validate(dict(data))
     except ValidationError as error:
         raise ConfigError("\n".join(explain(error, model, data, place, overridden))) from None
+
+
+def _read_keys(config: Config) -> set[str]:
+    """Return the keys that are set, but for those of other methods: a file may serve several."""
+    keys = {f"{name}.{key}" for name, table in config.tables() for key in table.model_fields_set}
+    return {key for key in keys if reads(config.method, key)}
+
+
+def _with_chosen(config: Config, keys: Collection[str]) -> Config:
+    """Return the configuration with only these keys among those that are set: what a person chose for this run."""
+    tables = {
+        name: type(table).model_construct({k for k in table.model_fields_set if f"{name}.{k}" in keys}, **dict(table))
+        for name, table in config.tables()
+    }
+    return config.model_copy(update=tables)
 
 
 def _for_method(data: Mapping[str, Any], place: str, method: object = None) -> dict[str, Any]:

@@ -34,6 +34,10 @@ learning_rate = 0.01
 
 `fedprophet config show FILE --method heterofl` prints the result.
 
+Values that contradict each other are refused. A key that merely has no effect, because the method does not use it or
+another key switches it off, is noted when the run starts, if somebody has chosen its value for this run: with `--set`,
+in a file (where keys of other methods are expected) or in Python. Presets' own keys are not noted.
+
 Some keys have a new name. The old one is read for one version, with a note unless it has its default:
 
 """

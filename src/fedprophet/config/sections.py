@@ -9,9 +9,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from fedprophet.cascade.norms import NormLayers
+from fedprophet.config.choices import reads
+from fedprophet.server.perturbation import PerturbationSettings
 from fedprophet.server.rules import RULES
 from fedprophet.settings.describe import misfit
 from fedprophet.settings.section import Section
+from fedprophet.settings.toml import shown
 from fedprophet.settings.values import Budget, Clients, Counts, OneOf, Ratio, Rounds
 
 
@@ -106,6 +109,14 @@ class TrainSettings(Section):
         if config.warmup_rounds >= config.rounds:
             yield misfit("train.warmup", self.warmup, f"fewer than rounds = {config.rounds}")
 
+    def idle(self, config: Any) -> Iterator[tuple[str, str]]:
+        if self.calibration == "none":
+            yield "smoothing", 'train.calibration = "none"'
+        if not config.warmup_rounds:
+            yield "warmup_stages", f"train.warmup = {shown(self.warmup)}"
+        if self.iterations == 1:
+            yield "proximal", "train.iterations = 1"
+
 
 class NormSettings(Section):
     """Norm layers that keep statistics, such as batch norms."""
@@ -155,15 +166,22 @@ class NormSettings(Section):
         minimum = config.aggregate.minimum
         if self.refresh != "none" and isinstance(self.refresh_clients, int) and self.refresh_clients < minimum:
             yield misfit("norm.refresh_clients", self.refresh_clients, f"at least aggregate.minimum = {minimum}")
-        if self.refresh_after == "stage" and not self.shares_statistics:
+        at_stages = self.refresh_after == "stage" and reads(config.method, "norm.refresh_after")
+        if at_stages and not self.shares_statistics:
             text = '"run", or "stage" with norm.layers = "shared" or "frozen" (else clients have their own statistics)'
             yield misfit("norm.refresh_after", self.refresh_after, text)
-        if self.refresh_after == "stage" and self.refresh == "none":
+        if at_stages and self.refresh == "none":
             text = '"run", or "stage" with norm.refresh = "clean" or "attacked"'
             yield misfit("norm.refresh_after", self.refresh_after, text)
         if self.layers == "frozen" and not 1 <= config.frozen_after_rounds < config.rounds:
             text = f"at least 1 round and fewer than rounds = {config.rounds}"
             yield misfit("norm.frozen_after", self.frozen_after, text)
+
+    def idle(self, config: Any) -> Iterator[tuple[str, str]]:
+        if self.layers != "frozen":
+            yield "frozen_after", f"norm.layers = {shown(self.layers)}"
+        if self.refresh == "none":
+            yield from ((key, 'norm.refresh = "none"') for key in ("refresh_layers", "refresh_clients"))
 
 
 class AttackSettings(Section):
@@ -220,6 +238,10 @@ class ConvergenceSettings(Section):
         if config.gate_rounds >= left > 0:
             text = f"fewer than rounds − train.warmup = {left}, or no round could become a stage's best"
             yield misfit("convergence.gate", self.gate, text)
+
+    def idle(self, config: Any) -> Iterator[tuple[str, str]]:
+        if not config.of(PerturbationSettings).enabled:
+            yield "patience_after", "perturbation.enabled = false"
 
 
 class EvaluateSettings(Section):

@@ -4,9 +4,9 @@ A kind of sharding names the owner of each sample. So the work and the memory fo
 that own nothing cost eight bytes each.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ from torch import Tensor
 from fedprophet.errors import ConfigError
 from fedprophet.randomness import numpy_generator
 from fedprophet.settings.section import Section
+from fedprophet.settings.toml import shown
 from fedprophet.settings.values import OneOf
 
 Integers = npt.NDArray[np.int64]
@@ -34,6 +35,10 @@ class ShardSettings(Section):
         default=0.2, ge=0, le=1, description='"skewed": share of the data that is spread evenly.'
     )
     concentration: float = Field(default=0.5, gt=0, description='"dirichlet": the smaller, the more skewed.')
+
+    def idle(self, config: Any) -> Iterator[tuple[str, str]]:
+        of_kinds = {"classes_per_client": "skewed", "iid_fraction": "skewed", "concentration": "dirichlet"}
+        yield from ((key, f"shards.kind = {shown(self.kind)}") for key, kind in of_kinds.items() if kind != self.kind)
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,8 +11,9 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
-from fedprophet.display.numbers import NONE, percent
+from fedprophet.display.numbers import NONE, counted, percent
 from fedprophet.durations import clock, format_duration
+from fedprophet.methods.refresh import measured_text
 from fedprophet.methods.registry import METHODS
 from fedprophet.runs.files import RunFiles
 from fedprophet.runs.journal import Journal
@@ -81,8 +82,7 @@ class RunProgress:
 def facts_of(record: Record, outline: Outline) -> dict[str, str]:
     """Return what a person wants to know of a round, in the order it is shown."""
     if "refresh" in record:
-        found = f"measured anew on {record['refresh']} images" if record["refreshed"] else "not measured: as they were"
-        return {"round": str(record["round"]), "norm statistics": found}
+        return {"round": str(record["round"]), "norm statistics": measured_text(record)}
     rounds = outline.config.rounds
     facts = {"round": f"{record['round']}/{rounds}"}
     if "module" in record:
@@ -133,6 +133,10 @@ def _troubles(record: Record) -> Iterator[str]:
     if "too_few" in record:
         few = record["too_few"]
         yield f"{few['usable']} usable answers, fewer than aggregate.minimum = {few['minimum']}: nothing was averaged"
+    if "not_refreshed" in record:
+        missed = record["not_refreshed"]
+        answers = f"{counted(missed['usable'], 'usable answer')}, aggregate.minimum = {missed['minimum']}"
+        yield f"the norm statistics of {', '.join(missed['layers'])} stay as they were ({answers})"
     if "postponed" in record:
         yield f"no client measured module {record['postponed']['module']}, so it trains for another round"
     if "best_round" in record and record["best_round"] is None:

@@ -1,8 +1,8 @@
 """Which device a client has, and what of it is free in a round."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,7 @@ from fedprophet.fleet.device import Device, Pool
 from fedprophet.messages.values import Resources
 from fedprophet.randomness import numpy_generator
 from fedprophet.settings.section import Section
+from fedprophet.settings.toml import shown
 from fedprophet.settings.values import OneOf
 
 APPS: Mapping[str, float] = {
@@ -63,6 +64,10 @@ class FleetSettings(Section):
         le=1,
         description="A device has U[0, memory_share] of its peak memory available, but never less than the budget.",
     )
+
+    def idle(self, config: Any) -> Iterator[tuple[str, str]]:
+        if self.performance != "uniform":
+            yield "performance_floor", f"fleet.performance = {shown(self.performance)}"
 
     def resources(self, device: Device, seed: int, round: int, client: int, minimum: int) -> Resources:
         """Return what the client's device has available in this round; memory is never below `minimum` (R_min)."""

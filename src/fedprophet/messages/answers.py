@@ -81,7 +81,7 @@ class Measured(Answer, kind="measure"):
 
 @dataclass(frozen=True, kw_only=True)
 class Refreshed(Answer, kind="refresh"):
-    """Mean and variance of what norm layers read, over `samples`, by name.
+    """Mean and variance of what norm layers read, over `samples`, by name; where the client keeps them, none are sent.
 
     Its weight is the number of the client's own training samples.
     """

@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypedDict, TypeVar
 
-from fedprophet.cascade.norms import hidden_norm_layers
+from fedprophet.cascade.norms import hidden_norm_layers, statistics_names
 from fedprophet.errors import BudgetError, ConfigError
 from fedprophet.messages.answers import Evaluated, Reported, Trained
 from fedprophet.messages.codec import LATER
 from fedprophet.messages.tasks import Evaluate, Report, Train
 from fedprophet.messages.values import FrozenModule, Resources, Timeline
-from fedprophet.methods.refresh import refresh_round
+from fedprophet.methods.refresh import Renewal, refresh_round
 from fedprophet.methods.world import World, named
 from fedprophet.server.accuracy import Accuracy, note_accuracy
 from fedprophet.server.aggregate import Usable, layers_fault
@@ -27,6 +27,8 @@ from fedprophet.threat import ThreatModel
 
 SHARED_LAYERS = "joined in every round like all parameters"
 """Where norm layers come from that clients share."""
+NO_LAYERS = "none that keep statistics"
+"""What is said of the norm layers of a model whose norms, if it has any, are parameters like all others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +37,8 @@ class MethodState:
 
     `starting` are the layers that clients begin with where they have none of their own. `failures` counts the rounds in
     a row that had no usable update; `discarded` are the rounds between a best one that was restored and the end of its
-    stage. `refreshed`: norm statistics were measured anew at the end; if clients have their own, `norm_layers` are
-    those of the exported model.
+    stage. `refreshed`: the round that measures norm statistics anew was played, and `renewal` is what it came to; if
+    clients have their own, `norm_layers` are those of the exported model.
     """
 
     model: Parameters
@@ -48,6 +50,7 @@ class MethodState:
     best: Best | None = None
     discarded: tuple[tuple[int, int], ...] = ()
     refreshed: bool = field(default=False, metadata=LATER)
+    renewal: Renewal | None = field(default=None, metadata=LATER)
     norm_layers: Parameters = field(default_factory=dict, metadata=LATER)
 
     @property
@@ -126,12 +129,9 @@ class Method(ABC, Generic[S]):
             self.norm_layers = f"{SHARED_LAYERS}; statistics: {self.norm_layers}"
             self.client_norm_layers = f"{SHARED_LAYERS}; statistics: {self.client_norm_layers}"
         elif norm.layers != "local":
-            self.norm_layers = self.client_norm_layers = f"{SHARED_LAYERS}, variances pooled"
-        if world.refreshes:
-            measured = f"; at the end, statistics measured anew on {norm.refresh} images"
-            if self.refreshes_own or self.client_norm_layers == self.norm_layers:
-                self.client_norm_layers += measured
-            self.norm_layers += measured
+            fixed = f"; statistics fixed after {world.config.frozen_after_rounds} rounds of a stage"
+            joined = f"{SHARED_LAYERS}, variances pooled{fixed if norm.layers == 'frozen' else ''}"
+            self.norm_layers = self.client_norm_layers = joined
 
     @abstractmethod
     def initial(self) -> S:
@@ -176,6 +176,23 @@ class Method(ABC, Generic[S]):
     def with_layers(self, state: S, layers: Parameters) -> S:
         """Return the state with other norm layers in its model, whose training is over."""
         return replace(state, model={**state.model, **layers})
+
+    def layers_of(self, state: S) -> dict[str, str]:
+        """Say which norm layers clients are evaluated with (personalised), and which ones a state exports (global)."""
+        own, whole = self.client_norm_layers, self.norm_layers
+        if not statistics_names(self.world.chain):
+            return {"personalised": NO_LAYERS, "global": NO_LAYERS}
+        if not state.refreshed:
+            return {"personalised": own, "global": whole}
+        images, clients = self.world.config.norm.refresh, self.world.config.population.clients
+        if state.renewal is None:  # of an earlier version
+            pooled = kept = (
+                f"; at the end, statistics measured anew on {images} images; the journal says of which layers"
+            )
+        else:
+            pooled, kept = state.renewal.pooled_text(images), state.renewal.own_text(images, clients)
+        added = pooled if own == whole else kept if self.refreshes_own else ""
+        return {"personalised": own + added, "global": whole + pooled}
 
     def timeline(self, state: S) -> Timeline:
         """Return which versions of the clients' own layers count; a resume may go back as far as checkpoints do."""

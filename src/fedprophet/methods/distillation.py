@@ -109,6 +109,8 @@ class Distillation(Baseline[DistillationState]):
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
+        # Wherever clients' norm layers live, distillation ends with the server's own.
+        self.norm_layers = self.client_norm_layers = type(self).norm_layers
         self._costs = {name: world.needed(member.cost, member.chain) for name, member in world.family.items()}
 
     def initial(self) -> DistillationState:

@@ -32,6 +32,7 @@ def mean_prediction(logits: Tensor) -> dict[str, Tensor]:
     paper="FedDF-AT",
     row=2,
     distills=True,
+    reads=("distillation.norm_layers",),
 )
 class FedDF(Distillation):
     """Every architecture distils the mean scores of all client models; the largest one is the result."""

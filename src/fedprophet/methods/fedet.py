@@ -68,6 +68,7 @@ def _shapes(chain: Chain, layer: Mapping[str, str]) -> str:
     paper="FedET-AT",
     row=3,
     distills=True,
+    reads=("distillation.diversity",),
 )
 class FedET(Distillation):
     """A server model that learns from the clients' consensus, and hands its last layer to all of them."""

@@ -311,6 +311,8 @@ class FedProphet(Method[CascadeState]):
                 "a row. Check that clients are connected and that flower.deadline gives them enough time; then resume"
             )
         record["postponed"] = {"module": module, "reason": "nobody measured", "tries": overdue}
+        for noted in ("refreshed", "not_refreshed"):  # of statistics that are not used: the module goes on training
+            record.pop(noted, None)
         return state
 
     # Tasks.

@@ -69,6 +69,7 @@ def propagate(
     "whole model; only clients with enough memory attack, norm statistics spread robustness",
     paper="FedRBN",
     row=7,
+    reads=("propagation.",),
 )
 class FedRBN(Baseline[BaselineState]):
     """Joint training where only clients with enough memory attack, and norm statistics carry robustness over."""

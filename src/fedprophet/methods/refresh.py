@@ -6,8 +6,8 @@ of a run. Where clients trained sub-networks, the statistics of the whole model 
 widths, or never: they measure those as well, and keep them.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from fedprophet.cascade.norms import norm_modules, norm_names, statistics_names
@@ -26,6 +26,41 @@ if TYPE_CHECKING:
 S = TypeVar("S", bound="MethodState")
 
 
+@dataclass(frozen=True)
+class Renewal:
+    """What the closing refresh came to: the norm layers that were measured, and those that too few clients measured.
+
+    `own` is how many clients measured, and kept, statistics of their own, where they were asked to.
+    """
+
+    measured: tuple[str, ...]
+    missed: tuple[str, ...]
+    own: int = 0
+
+    def pooled_text(self, images: str) -> str:
+        """Say what became of the exported model's statistics."""
+        if not self.measured:
+            return "; at the end, statistics were not measured anew: too few usable answers"
+        but = f", but not those of {', '.join(self.missed)} (too few usable answers)" if self.missed else ""
+        return f"; at the end, statistics measured anew on {images} images{but}"
+
+    def own_text(self, images: str, clients: int) -> str:
+        """Say what became of the clients' own statistics, given how many clients there are."""
+        if not self.own:
+            return "; at the end, no client measured its statistics anew"
+        by = "" if self.own >= clients else f" by {self.own} of {clients} clients"
+        return f"; at the end, statistics measured anew on {images} images{by}"
+
+
+def measured_text(record: Record) -> str:
+    """Return what became of the statistics in a record of a closing refresh, in a few words."""
+    measured, missed = _layers(record["refreshed"]), record.get("not_refreshed", {}).get("layers", ())
+    if not measured:
+        return "not measured: as they were"
+    some = f" ({len(measured)} of {len(measured) + len(missed)} layers)" if missed else ""
+    return f"measured anew on {record['refresh']} images{some}"
+
+
 def refresh_round(method: "Method[S]", state: S) -> Conversation[tuple[S, Record]]:
     """Play the round in which the statistics of the trained model are measured; nothing is trained in it."""
     world = method.world
@@ -35,8 +70,11 @@ def refresh_round(method: "Method[S]", state: S) -> Conversation[tuple[S, Record
     template = refresh_task(method, state, method.exported(state, whole))
     if method.refreshes_own and world.chain.local():
         own = replace(template, parameters=state.model, starting=state.starting, keeps=True)
-        yield from ask([replace(own, client=client) for client in _clients(world, state.round)], Refreshed)
+        asked = [replace(own, client=client) for client in _clients(world, state.round)]
+        record["renewed"] = sum(answer.samples > 0 for answer in (yield from ask(asked, Refreshed)))
     fresh = yield from renewed(world, template, record)
+    missed = tuple(record.get("not_refreshed", {}).get("layers", ()))
+    state = replace(state, renewal=Renewal(_layers(fresh), missed, record.get("renewed", 0)))
     whole, norms = {**template.parameters, **fresh}, norm_names(world.chain)
     if state.model.keys() >= set(norms):
         return method.with_layers(state, named(whole, norms)), record
@@ -59,11 +97,12 @@ def refresh_task(method: "Method[S]", state: S, model: Parameters) -> Refresh:
 def renewed(world: World, template: Refresh, record: Record) -> Conversation[Parameters]:
     """Return the statistics of the template's own atoms as clients find them, all at once or layer after layer.
 
-    A layer that too few measure keeps its statistics.
+    A layer that too few measure keeps its statistics, which the record says.
     """
     layers = norm_modules(world.chain, template.first, template.last)
     passes = list(layers) if world.config.norm.refresh_layers == "in-turn" or not layers else [""]
     fresh: Parameters = {}
+    missed: dict[str, int] = {}
     for layer in passes:
         task = replace(template, layer=layer, parameters={**template.parameters, **fresh})
         of = {layer} if layer else layers.keys()
@@ -71,10 +110,20 @@ def renewed(world: World, template: Refresh, record: Record) -> Conversation[Par
         tasks = [replace(task, client=client) for client in _clients(world, task.round)]
         answers = yield from ask(tasks, Refreshed)
         sent = list(_sound(world, answers, before, record))
-        if world.aggregator.enough(len(sent), record):
+        if len(sent) >= world.aggregator.minimum:
             fresh = {**fresh, **world.aggregator.pooled(before, sent)}
+        else:
+            missed |= dict.fromkeys(of, len(sent))
     record["refreshed"] = sorted(fresh)
+    if missed:
+        usable = max(missed.values())
+        record["not_refreshed"] = {"layers": list(missed), "usable": usable, "minimum": world.aggregator.minimum}
     return fresh
+
+
+def _layers(statistics: Iterable[str]) -> tuple[str, ...]:
+    """Return the norm layers that statistics are of."""
+    return tuple(dict.fromkeys(name.rpartition(".")[0] for name in statistics))
 
 
 def _clients(world: World, round: int) -> Sequence[int]:

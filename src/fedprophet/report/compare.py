@@ -4,12 +4,13 @@ import statistics
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from fedprophet.config.compare import flat
 from fedprophet.config.config import Config, machine_keys
 from fedprophet.display.numbers import counted
 from fedprophet.fleet.availability import FleetSettings
-from fedprophet.methods import METHODS
+from fedprophet.methods import METHODS, reads
 from fedprophet.report.enforced import EnforcedMemory, together
 from fedprophet.report.runs import RunSummary, read_run
 from fedprophet.runs.engine_history import engines_text
@@ -23,18 +24,6 @@ NUMERICS = ("engine", "precision")
 """Keys that at most change how numbers are rounded. Runs that differ in them share a row, and a note names them."""
 IRRELEVANT = frozenset({*NUMERICS, "seed", "data.root", "data.options.cache", "checkpoint.every", "checkpoint.keep"})
 """Keys in which the runs of one row may differ: they do not change what is trained."""
-CASCADE_KEYS = (
-    "perturbation.",
-    "assignment.",
-    "measure.",
-    "convergence.",
-    "train.head_gradients",
-    "train.warmup_stages",
-    "attack.feature_steps",
-    "evaluate.before_gate",
-)
-DISTILLATION_KEYS = ("distillation.",)
-"""Keys that only methods of that kind read, by how they begin."""
 SETTING_KEYS = ("data.name", "data.validation")
 FLEET, REAL_DEVICES = "fleet.", "real devices"
 SETTING_SECTIONS = ("data.options.", "shards.", "population.", FLEET)
@@ -259,37 +248,37 @@ def relevant_settings(run: RunSummary) -> dict[str, str]:
     return {key: value for key, value in known.items() if key not in left_out}
 
 
-def reads(method: str, key: str) -> bool:
-    """Whether a key says anything to a method."""
-    entry = METHODS[method]
-    return not key.startswith(
-        (*(() if entry.cascade else CASCADE_KEYS), *(() if entry.distills else DISTILLATION_KEYS))
-    )
+def changed_settings(run: RunSummary) -> dict[str, str]:
+    """Return those of them that do something and are not at their defaults, for people: numbers have four digits."""
+    defaults, values = (dict(flat(config)) for config in (Config(), run.config))
+    relevant = relevant_settings(run).keys() - run.config.idle_keys().keys()
+    return {k: _short(v) for k, v in values.items() if k in relevant and (k not in defaults or v != defaults[k])}
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else shown(value)
 
 
 def _known(run: RunSummary) -> dict[str, str]:
     """Return a run's keys. The fleet of the configuration does not apply to real devices."""
-    flat = dict(_flat(run.config.model_dump()))
-    return {key: value for key, value in flat.items() if not (run.deployed and key.startswith(FLEET))}
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for name, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", shown(value)
+    keys = ((key, value) for key, value in flat(run.config) if not (run.deployed and key.startswith(FLEET)))
+    return {key: shown(value) for key, value in keys}
 
 
 def _setting(run: RunSummary) -> dict[str, str]:
     """Return what makes runs comparable: the data, its shards, and the fleet."""
-    flat = _known(run)
-    chosen = {key: value for key, value in flat.items() if key in SETTING_KEYS or key.startswith(SETTING_SECTIONS)}
+    known = _known(run)
+    chosen = {key: value for key, value in known.items() if of_setting(key)}
     chosen.pop("data.options.cache", None)
     chosen |= {"devices": REAL_DEVICES} if run.deployed else {}
     # The names "folder" and "custom" do not say which data it is.
-    contents = {"folder": {"data.root": flat["data.root"]}, CUSTOM: {"dataset": run.dataset or "unknown"}}
+    contents = {"folder": {"data.root": known["data.root"]}, CUSTOM: {"dataset": run.dataset or "unknown"}}
     return chosen | contents.get(run.config.data.name, {})
+
+
+def of_setting(key: str) -> bool:
+    """Whether a key says something about the setting, which runs of a table have in common."""
+    return key in SETTING_KEYS or key.startswith(SETTING_SECTIONS)
 
 
 def _distinguished(own: Keys, namesakes: Sequence[Keys]) -> dict[str, str]:

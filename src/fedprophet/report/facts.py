@@ -7,10 +7,18 @@ from fedprophet.config.config import Config
 from fedprophet.display.numbers import counted
 from fedprophet.durations import format_duration
 from fedprophet.methods import METHODS
+from fedprophet.methods.refresh import measured_text
+from fedprophet.report.compare import changed_settings
 from fedprophet.report.runs import DEPLOYED, ReadFolder
 from fedprophet.runs.engine_history import engines_text
 from fedprophet.settings.toml import shown
 from fedprophet.sizes import format_size
+
+SAID = frozenset(
+    ("rounds", "data.name", "fleet.pool", "attack.radius", "attack.steps", "norm.layers", "norm.refresh")
+) | {"train.calibration", "aggregate.rule"}
+SAID_SECTIONS = ("model.", "shards.", "population.")
+"""What has a fact of its own; whatever else changes what is learnt is in one line, if it is not at its default."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +43,20 @@ def run_facts(folder: ReadFolder) -> Iterator[Fact]:
         size = f" ({format_size(folder.setup.budget_bytes)})" if folder.setup.budget_bytes else ""
         yield Fact("Memory budget", f"{config.memory.budget}{size}{', enforced' if config.memory.enforce else ''}")
     yield Fact("Attack", f"PGD-{config.attack.steps}, eps {config.attack.radius:.4g} on images in [0, 1]")
-    yield Fact("Norm layers", config.norm.layers + _refresh(config))
+    yield Fact("Norm layers", config.norm.layers + _refresh(folder))
     calibrated = "with the client's label frequencies" if config.train.calibration == "labels" else "none"
     yield Fact("Calibration", calibrated)
     yield Fact("Aggregation", config.aggregate.rule)
+    others = {key: value for key, value in changed_settings(summary).items() if not _is_said(key, entry.cascade)}
+    if others:
+        yield Fact("Not at the default", ", ".join(f"{key} = {value}" for key, value in others.items()))
     yield Fact("Rounds", _rounds(folder))
     yield Fact("Seed", str(config.seed))
+
+
+def _is_said(key: str, cascade: bool) -> bool:
+    """Whether another fact has a key's value."""
+    return key in SAID or key.startswith(SAID_SECTIONS) or (cascade and key in ("memory.budget", "memory.enforce"))
 
 
 def machine_facts(folder: ReadFolder) -> Iterator[Fact]:
@@ -106,9 +122,18 @@ def _shards(config: Config) -> str:
     return f"{shards.kind}: {detail}" if detail else shards.kind
 
 
-def _refresh(config: Config) -> str:
-    refresh, after = config.norm.refresh, config.norm.refresh_after
-    return "" if refresh == "none" else f"; statistics measured anew on {refresh} images at the end of a {after}"
+def _refresh(folder: ReadFolder) -> str:
+    """Say what became of measuring statistics anew; if a round's record is lost, nothing is said of it."""
+    stages = [
+        str(record["fixed"]["module"]) for record in folder.records if "fixed" in record and record.get("refreshed")
+    ]
+    played = next((record for record in folder.records if "refresh" in record), None)
+    refresh = folder.summary.config.norm.refresh
+    if played is not None:
+        after = f", and after stage {' and '.join(stages)}" if stages else ""
+        return f"; statistics at the end: {measured_text(played)}{after}"
+    to_come = refresh != "none" and folder.setup.refreshes and not folder.summary.finished
+    return f"; statistics are to be measured anew on {refresh} images at the end" if to_come else ""
 
 
 def _rounds(folder: ReadFolder) -> str:

@@ -4,15 +4,18 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from fedprophet.display.numbers import counted, percent
+from fedprophet.methods import reads
 from fedprophet.report.compare import (
     COLUMN_ATTACKS,
     NOT_SET,
     REFERENCE,
     Comparison,
+    Row,
     Setting,
     candidates,
+    changed_settings,
     numerics,
-    reads,
+    of_setting,
     relevant_settings,
 )
 from fedprophet.report.runs import DEPLOYED
@@ -65,12 +68,21 @@ def _sources(setting: Setting) -> Iterator[str]:
 def _norm_layers(setting: Setting) -> Iterator[str]:
     finished = [(row.label, row.runs[0]) for row in setting.rows if row.finished]
     for kind in KINDS:
-        if any(kind in run.norm_layers for _, run in finished):
-            used = ((run.norm_layers.get(kind, "not recorded"), label) for label, run in finished)
+        if any(kind in run.norm_layers for run in setting.runs):
+            used = [pair for row in setting.rows if row.finished for pair in _layers_of(row, kind)]
             yield f"Norm layers, {kind}: {_each(used)}."
     if any(run.public_samples for _, run in finished):
         left_out = ((str(run.public_samples), label) for label, run in finished)
         yield f"Test samples in the public set, not used for global accuracies: {_each(left_out)}."
+
+
+def _layers_of(row: Row, kind: Kind) -> Iterator[tuple[str, str]]:
+    """Yield the norm layers of a row's accuracies; seeds may differ, as where nobody measured statistics anew."""
+    found = [run.norm_layers.get(kind, "not recorded") for run in row.runs]
+    if len(set(found)) == 1:
+        yield found[0], row.label
+    else:
+        yield from ((text, f"{row.label} seed {run.config.seed}") for text, run in zip(found, row.runs, strict=True))
 
 
 def _samples(setting: Setting) -> Iterator[str]:
@@ -116,6 +128,18 @@ def _rows_differ(setting: Setting) -> Iterator[str]:
         if key != "model.weights" and (in_labels or len(others) > 1):
             values = _each((value, row.label) for row, value in readers)
             yield f"Rows differ in the configuration key {key}: {values}."
+
+
+def _rows_share(setting: Setting) -> Iterator[str]:
+    """Name what all rows have that read it, where it is not the default: one line, whatever keys there are."""
+    rows = [(row, changed_settings(row.runs[0])) for row in setting.rows]
+    same = {}
+    for key in dict.fromkeys(key for _, keys in rows for key in keys):
+        values = {keys.get(key) for row, keys in rows if reads(row.method, key)}
+        if len(values) == 1 and key != "model.weights" and not of_setting(key):
+            same[key] = values.pop()
+    if same:
+        yield f"Not at the default, and alike in all rows: {', '.join(f'{k} = {v}' for k, v in same.items())}."
 
 
 def _engines_differ(setting: Setting) -> Iterator[str]:
@@ -216,6 +240,7 @@ _NOTES: Sequence[Callable[[Setting], Iterable[str]]] = (
     _samples,
     _precisions,
     _rows_differ,
+    _rows_share,
     _engines_differ,
     _deployed,
     _unfinished,

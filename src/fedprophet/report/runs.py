@@ -169,6 +169,8 @@ class Setup:
     model: ModelSetup | None = None
     data: DataSetup | None = None
     machines: list[dict[str, Any]] = field(default_factory=list)
+    refreshes: bool = True
+    """Whether the model has statistics that can be measured anew; earlier versions did not say."""
     starting_weights: str | None = None
 
 

@@ -16,8 +16,9 @@ from fedprophet.config.config import Config, machine_keys
 from fedprophet.config.load import load_config
 from fedprophet.display.progress import observer_for
 from fedprophet.errors import ConfigError, DataError, TrainingError, unknown
+from fedprophet.methods import reads
 from fedprophet.progress import progress_bar
-from fedprophet.report.compare import IRRELEVANT, reads
+from fedprophet.report.compare import IRRELEVANT
 from fedprophet.report.runs import RunSummary, read_run
 from fedprophet.reproduce.scales import PaperSetting, Scale
 from fedprophet.runs.evaluation import evaluate_run

@@ -125,7 +125,7 @@ def _evaluate(evaluator: Evaluator, attacks: Sequence[str], masking_check: bool,
     checks = check_masking(evaluator, attacks) if masking_check and "global" in of else {}
     accuracies = {kind: found if kind in of else {} for kind, found in cells(results).items()}
     warnings = masking_warnings(evaluator.test_labels, results, checks)
-    return RunEvaluation(conditions(evaluator.session), accuracies, warnings, checks)
+    return RunEvaluation(conditions(evaluator.session, evaluator.state), accuracies, warnings, checks)
 
 
 def _command(path: Path, attacks: Sequence[str], samples: int | None, masking_check: bool, of: Sequence[Kind]) -> str:

@@ -83,11 +83,11 @@ def cells(results: Mapping[str, AttackResult]) -> dict[str, dict[str, Any]]:
     }
 
 
-def conditions(session: Session) -> dict[str, Any]:
-    """Return what the accuracies depend on: starting weights, norm layers, and how many samples are public."""
+def conditions(session: Session, state: MethodState) -> dict[str, Any]:
+    """Return what a state's accuracies depend on: starting weights, norm layers, and how many samples are public."""
     return {
         "starting_weights": session.config.model.weights or None,
-        "norm_layers": {"personalised": session.method.client_norm_layers, "global": session.method.norm_layers},
+        "norm_layers": session.method.layers_of(state),
         "public_samples": len(session.population.client_data(SERVER).train),
     }
 

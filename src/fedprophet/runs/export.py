@@ -88,7 +88,7 @@ def write_tensors(run: Run, whole: Mapping[str, Tensor], path: Path) -> str:
         "classes": str(dataset.classes),
         "normalize_mean": json.dumps(mean),
         "normalize_std": json.dumps(std),
-        "norm_layers": session.method.norm_layers,
+        "norm_layers": session.method.layers_of(run.state)["global"],
         "rounds": str(run.state.round),
     }
     content = tensors_to_bytes(whole, metadata)

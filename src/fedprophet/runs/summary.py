@@ -41,7 +41,7 @@ def closing_summary(run: Run, engine: WatchedEngine, whole: Mapping[str, Tensor]
         **({"closing": closing_account} if closing_account else {}),
         **best_and_last(records),
         **session.method.results(state),
-        **conditions(session),
+        **conditions(session, state),
         **accuracies,
     }
 

@@ -1,7 +1,7 @@
 """Differentiated Module Assignment (Section 6.3): which modules a client trains this round."""
 
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -23,6 +23,10 @@ class AssignmentSettings(Section):
         description="Whose copy of a head enters its average: of clients that trained it (Eq. 17), or also of those "
         "that trained later modules, as they were given it (as in the paper's runs).",
     )
+
+    def idle(self, config: Any) -> Iterator[tuple[str, str]]:
+        if not self.enabled:
+            yield "heads", "assignment.enabled = false"
 
 
 def last_module(cost: ChainCost, modules: Sequence[Module], stage: int, resources: Resources, slowest: float) -> int:

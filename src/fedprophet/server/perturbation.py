@@ -56,6 +56,11 @@ class PerturbationSettings(Section):
         if self.floor > self.start:
             yield misfit("perturbation.floor", self.floor, f"at most perturbation.start = {shown(self.start)}")
 
+    def idle(self, config: Any) -> Iterator[tuple[str, str]]:
+        if not self.enabled:
+            of_adjusting = ("restart", "change", "threshold", "every", "counted_from", "window", "floor")
+            yield from ((key, "perturbation.enabled = false") for key in of_adjusting)
+
 
 def accuracy_ratio(clean: float, adversarial: float) -> float:
     """Return C / A. No adversarial accuracy at all makes it infinite, which asks for more robustness."""

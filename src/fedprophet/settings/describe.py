@@ -79,6 +79,11 @@ def _describe(annotation: object, metadata: Sequence[object]) -> tuple[str, str]
     return kind, f"{text} {limits}".strip()
 
 
+def default_of(field: FieldInfo) -> Any:
+    """Return the value of a key that nobody sets."""
+    return field.get_default(call_default_factory=True)
+
+
 # Errors --------------------------------------------------------------------------------------------------------------
 
 
@@ -182,7 +187,7 @@ def as_markdown(model: Model) -> str:
 
 
 def _row(key: str, field: FieldInfo) -> str:
-    default: Any = field.get_default(call_default_factory=True)
+    default = default_of(field)
     kind, accepts = _describe(field.annotation, field.metadata)
     accepts = "see below" if any(choices(field).values()) else accepts
     cells = (f"`{key}`", kind, f"`{shown(default)}`", accepts, field.description or "")

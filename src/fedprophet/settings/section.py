@@ -22,6 +22,10 @@ class Section(BaseModel):
         """Yield a line for each value that does not fit the rest of the configuration."""
         yield from ()
 
+    def idle(self, config: Any) -> Iterator[tuple[str, str]]:
+        """Yield each key that changes nothing, whatever its value, and the setting elsewhere that makes it so."""
+        yield from ()
+
     @classmethod
     def __pydantic_init_subclass__(cls, **how: Any) -> None:
         """Give every number an upper limit: one without would overflow somewhere, or fill the memory."""

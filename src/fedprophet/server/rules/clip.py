@@ -1,6 +1,7 @@
 """Norm clipping (Sun et al., 2019): no client moves the model further than c."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from pydantic import Field
 from torch import Tensor
@@ -9,6 +10,7 @@ from fedprophet.server.rules.mean import MEAN_OF_CLIENTS
 from fedprophet.server.rules.registry import Parameters, Update, rule
 from fedprophet.server.rules.robust import clipped_mean, join_each
 from fedprophet.settings.section import Section, section
+from fedprophet.settings.toml import shown
 
 
 @section("clip")
@@ -18,6 +20,10 @@ class ClipSettings(Section):
     norm: float = Field(
         default=0.0, ge=0, description="Largest l2 norm of an update; 0: the median norm of the round's updates."
     )
+
+    def idle(self, config: Any) -> Iterator[tuple[str, str]]:
+        if config.aggregate.rule != "clip":
+            yield "norm", f"aggregate.rule = {shown(config.aggregate.rule)}"
 
 
 def clip_numbers(current: Parameters, updates: Iterable[Update]) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from fedprophet.server.rules.registry import Parameters, Update, rule
 from fedprophet.server.rules.robust import join_each, middle, voted_mean
 from fedprophet.settings.describe import misfit
 from fedprophet.settings.section import Section, section
+from fedprophet.settings.toml import shown
 
 
 @section("trimmed_mean")
@@ -27,6 +28,10 @@ class TrimmedMeanSettings(Section):
     def conflicts(self, config: Any) -> Iterator[str]:
         if config.aggregate.rule == "trimmed-mean" and not self.trim:
             yield misfit("trimmed_mean.trim", self.trim, "above 0 with trimmed-mean, or nothing would be left out")
+
+    def idle(self, config: Any) -> Iterator[tuple[str, str]]:
+        if config.aggregate.rule != "trimmed-mean":
+            yield "trim", f"aggregate.rule = {shown(config.aggregate.rule)}"
 
 
 @rule(

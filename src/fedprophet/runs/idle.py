@@ -1,0 +1,54 @@
+"""Settings that were asked for and change nothing: under the run's method, its model or its other settings.
+
+They are noted and not refused: a command that is repeated with one method after the other has settings for all of them.
+"""
+
+from collections.abc import Iterable, Iterator
+
+from fedprophet.cascade.norms import statistics_names
+from fedprophet.methods import METHODS, reads
+from fedprophet.methods.world import World
+from fedprophet.settings.toml import shown
+
+STATISTICS_KEYS = ("layers", "frozen_after", "refresh", "refresh_after", "refresh_layers", "refresh_clients")
+LATER_MODULES = (
+    "perturbation.",
+    "assignment.",
+    "measure.",
+    "convergence.patience_after",
+    "train.head_gradients",
+    "train.warmup_stages",
+    "train.strong_convexity",
+    "attack.feature_steps",
+)
+"""Keys that say something to a cascade of several modules, by how they begin."""
+
+
+def idle_notes(world: World) -> Iterator[str]:
+    """Yield a sentence for the keys that one thing makes idle, of those that were chosen for the run."""
+    config = world.config
+    chosen = config.chosen_keys()
+    why = {key: f"the method {config.method}" for key in chosen if not reads(config.method, key)}
+    why = {**config.idle_keys(), **dict(_by_model(world, chosen)), **why}
+    for reason in dict.fromkeys(why[key] for key in chosen if key in why):
+        keys = [f"{key} = {shown(value)}" for key, value in chosen.items() if why.get(key) == reason]
+        yield f"{', '.join(keys)} {'has' if len(keys) == 1 else 'have'} no effect with {reason}"
+
+
+def _by_model(world: World, keys: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield the keys that this model, cut as it is, makes idle, and how."""
+    config, name = world.config, world.config.model.name
+    if not statistics_names(world.chain):
+        reason = f"the model {name}, which has no norm layers that keep statistics"
+        yield from ((f"norm.{key}", reason) for key in STATISTICS_KEYS)
+        if not world.chain.local():
+            yield "norm.newcomers", reason
+    elif not world.chain.local():
+        yield "norm.newcomers", f"norm.layers = {shown(config.norm.layers)}"
+    cascade = METHODS[config.method].cascade
+    if cascade and len(world.modules) == 1:
+        reason = f"memory.budget = {shown(config.memory.budget)}, by which the model is one module"
+        yield from ((key, reason) for key in keys if key.startswith(LATER_MODULES))
+    if world.image_threat(config.attack.steps).harmless and not cascade:  # a cascade's scores wait for the ramp
+        which = "radius" if config.attack.radius == 0 else "steps"
+        yield "attack.ramp", f"attack.{which} = 0"
