@@ -22,13 +22,13 @@ from cifar10_table import playing
 from cifar10_table.bringing import bring_all, read_kept
 from cifar10_table.cells import CELLS, known
 from cifar10_table.figure import figure
-from cifar10_table.keeping import MOST, Keeping
+from cifar10_table.keeping import MOST, SMALL, Keeping
 from cifar10_table.tables import between_marks, tables
 from machine import commit
 
 from fedprophet.cli.stopping import stopped_once
 from fedprophet.engines.row_attacks import ROWS
-from fedprophet.errors import FedProphetError
+from fedprophet.errors import ConfigError, FedProphetError
 from fedprophet.sizes import parse_size
 
 PAGE = Path(__file__).parent / "results" / "cifar10.md"
@@ -101,6 +101,8 @@ def play(arguments: argparse.Namespace) -> int:
         arguments.autoattack,
         arguments.batch_seconds,
     )
+    if arguments.seconds <= 0:
+        raise ConfigError(f"--seconds {arguments.seconds:g}: give a number above 0")
     began = playing.now()
     outcomes = playing.play_cells([known(name) for name in arguments.cells], how)
     print(playing.outcome_table(outcomes, playing.now() - began))
@@ -112,12 +114,16 @@ def play(arguments: argparse.Namespace) -> int:
 
 def bring(arguments: argparse.Namespace) -> int:
     """Take finished runs into the folder beside the page."""
+    if not any(arguments.folder.glob(f"*{SMALL}")):
+        raise ConfigError(f"{arguments.folder} has no run to bring: no file *{SMALL}. Give the folder of --save")
     return int(bring_all(arguments.folder, arguments.page.with_suffix("")) > 0)
 
 
 def tabulate(arguments: argparse.Namespace) -> int:
     """Print the tables, and put them into the page if that is asked for."""
     page: Path = arguments.page
+    if not page.is_file():
+        raise ConfigError(f"there is no page {page}. Give one with --page")
     made = tables(read_kept(page.with_suffix("")))
     print(made)
     if arguments.write:

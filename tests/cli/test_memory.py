@@ -122,6 +122,7 @@ def test_modules_can_be_cut_by_what_they_take():
         (["--budget", "2MB", "--device", "tpu"], ConfigError, "cpu or cuda"),
         (["--budget", "2MB", "--device", "cuda:99"], ConfigError, "no such GPU"),
         (["--budget", "2MB", "--optimizer", "adam"], ConfigError, "sgd, sgd-momentum"),
+        (["--budget", "2MB", "--optimizer", "sdg"], ConfigError, "Did you mean 'sgd'?"),
         (["--budget", "2MB", "--memory-model", "mine"], ConfigError, "paper"),
         (["--budget", "none"], ConfigError, "not a memory budget"),
         (["--budget", "1kB"], BudgetError, "too small"),

@@ -40,9 +40,9 @@ MEMORY_MODELS = ("paper", "measured")
 MemoryModel = Annotated[
     str, typer.Option(help="Count by the paper's model of memory, or by what training is predicted to take: measured.")
 ]
-Optimizer = Annotated[str, typer.Option(help=f"The clients' optimizer: {', '.join(COPIES)}.")]
-
 MOMENTA = {"sgd": 0.0, "sgd-momentum": 0.9}
+Optimizer = Annotated[str, typer.Option(help=f"The clients' optimizer: {', '.join(COPIES)}.")]
+PredictedOptimizer = Annotated[str, typer.Option("--optimizer", help=f"The clients' optimizer: {', '.join(MOMENTA)}.")]
 
 
 def print_json(document: Any) -> None:
@@ -88,8 +88,7 @@ def model_cost(
     """Return what a model costs; `measured` memory is predicted for a device, a CPU if none is given."""
     if memory_model not in MEMORY_MODELS:
         raise ConfigError(f"--memory-model: {unknown('model of memory', memory_model, MEMORY_MODELS)}")
-    if optimizer not in COPIES:
-        raise ConfigError(f"--optimizer: {unknown('optimizer', optimizer, COPIES)}")
+    _expect_known(optimizer)
     size = parse_shape(shape)
     with torch.device("meta"):  # the cost does not need weights: models of any size are built at once
         chain = chain_of(build(model, size, classes))
@@ -99,12 +98,18 @@ def model_cost(
 
 def training_of(optimizer: str, batch: int) -> LocalTraining:
     """Return the hyper-parameters of local training, of which its memory depends on the optimizer and the batch."""
+    _expect_known(optimizer)
     if optimizer not in MOMENTA:
         raise ConfigError(
             f"--optimizer {optimizer}: local training is SGD, and only its memory can be predicted. "
             f"Give one of {', '.join(MOMENTA)}"
         )
     return LocalTraining(1, batch, 1e-3, momentum=MOMENTA[optimizer], weight_decay=1e-4, strong_convexity=1e-5)
+
+
+def _expect_known(optimizer: str) -> None:
+    if optimizer not in COPIES:
+        raise ConfigError(f"--optimizer: {unknown('optimizer', optimizer, COPIES)}")
 
 
 def open_folder(folder: Path | None) -> None:

@@ -245,6 +245,20 @@ def test_other_settings_are_not_mixed_into_a_run(played, tmp_path, capsys):
     assert "unknown cell 'balanced-jfat'. Did you mean" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["play", JOINT, "--seconds", "-5", "--runs", "r", "--save", "s"], "--seconds -5: give a number above 0"),
+        (["bring", "nowhere"], "nowhere has no run to bring"),
+        (["--page", "nopage.md", "table"], "there is no page nopage.md"),
+    ],
+)
+def test_what_can_lead_to_nothing_is_refused(words, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cifar10.main(words) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_autoattack_is_measured_when_a_run_is_finished(played, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(playing, "evaluate_run", lambda *words, of: asked.append((*words[1:4], of)))
