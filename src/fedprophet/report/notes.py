@@ -4,6 +4,7 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from fedprophet.display.numbers import counted, percent
+from fedprophet.methods import METHODS
 from fedprophet.report.compare import (
     COLUMN_ATTACKS,
     NOT_SET,
@@ -53,9 +54,16 @@ def setting_notes(setting: Setting) -> list[str]:
     return [note for notes in _NOTES for note in notes(setting)]
 
 
+def _legend(setting: Setting) -> Iterator[str]:
+    """Tell what the letters in names stand for, each name once."""
+    yield from dict.fromkeys(
+        f"{METHODS[row.method].paper} {row.letter}: {', '.join(row.keys)}" for row in setting.rows if row.letter
+    )
+
+
 def _sources(setting: Setting) -> Iterator[str]:
     """Starting weights are always named: the accuracies depend on them."""
-    weights = ((row.runs[0].config.model.weights or "drawn at random", row.label) for row in setting.rows)
+    weights = ((row.runs[0].config.model.weights or "drawn at random", row.name) for row in setting.rows)
     yield f"Starting weights: {_each(weights)}."
     versions = sorted({run.version for run in setting.runs if run.version})
     if versions:
@@ -63,7 +71,7 @@ def _sources(setting: Setting) -> Iterator[str]:
 
 
 def _norm_layers(setting: Setting) -> Iterator[str]:
-    finished = [(row.label, row.runs[0]) for row in setting.rows if row.finished]
+    finished = [(row.name, row.runs[0]) for row in setting.rows if row.finished]
     for kind in KINDS:
         if any(kind in run.norm_layers for _, run in finished):
             used = ((run.norm_layers.get(kind, "not recorded"), label) for label, run in finished)
@@ -114,13 +122,13 @@ def _rows_differ(setting: Setting) -> Iterator[str]:
         in_labels = any(key in row.differs for row, _ in readers)
         others = {value for row, value in readers if key not in row.differs}
         if key != "model.weights" and (in_labels or len(others) > 1):
-            values = _each((value, row.label) for row, value in readers)
+            values = _each((value, row.name) for row, value in readers)
             yield f"Rows differ in the configuration key {key}: {values}."
 
 
 def _engines_differ(setting: Setting) -> Iterator[str]:
     """Runs on different engines share a row, though a GPU rounds differently. One run may have used several."""
-    used = [(numerics(run), f"{row.label} seed {run.config.seed}") for row in setting.rows for run in row.runs]
+    used = [(numerics(run), f"{row.name} seed {run.config.seed}") for row in setting.rows for run in row.runs]
     if len({how for how, _ in used}) > 1 or any(len(run.engines) > 1 for run in setting.runs):
         yield f"Runs used different engines: {_each(used)}."
 
@@ -155,14 +163,14 @@ def _of_runs(setting: Setting) -> Iterator[str]:
 
 def _faults(setting: Setting) -> Iterator[str]:
     """Name the rows in which clients failed: their models are averaged from fewer answers than were asked for."""
-    found = [f"{row.faults} in {row.label}" for row in setting.rows if row.faults]
+    found = [f"{row.faults} in {row.name}" for row in setting.rows if row.faults]
     if found:
         yield f"Answers of clients that were missing or unusable: {', '.join(found)}. The journals say why."
 
 
 def _attacks(setting: Setting) -> Iterator[str]:
     yield from (
-        f"{row.label}: {kind} {column.upper()} of {cell.value.count} of {len(row.runs)} seeds."
+        f"{row.name}: {kind} {column.upper()} of {cell.value.count} of {len(row.runs)} seeds."
         for row in setting.rows
         for kind in KINDS
         for column in COLUMN_ATTACKS
@@ -177,7 +185,7 @@ def _attacks(setting: Setting) -> Iterator[str]:
     if missing:
         run = shlex.quote(str(missing[0].runs[0].path))
         yield (
-            f"AA is not measured for {', '.join(row.label for row in missing)}. "
+            f"AA is not measured for {', '.join(row.name for row in missing)}. "
             f"Measure it: fedprophet evaluate {run} --attack autoattack"
         )
 
@@ -189,13 +197,14 @@ def _speedups(setting: Setting) -> Iterator[str]:
     if missing:
         # A run's own config.toml would not do: it has the number of rounds of that run's method.
         yield (
-            f"No speed-up for {', '.join(row.label for row in missing)}: there is no finished jFAT run with the same "
+            f"No speed-up for {', '.join(row.name for row in missing)}: there is no finished jFAT run with the same "
             "data, model and fleet. Start one from the same preset or file: "
             f"fedprophet train PRESET --method {REFERENCE}"
         )
     choices = [row for row in setting.rows if row.speedup and len(candidates(row, references)) > 1]
     if choices:
-        over = _each((row.speedup.over, row.label) for row in choices if row.speedup)
+        names = {row.label: row.name for row in references}
+        over = _each((names[row.speedup.over], row.name) for row in choices if row.speedup)
         yield f"Several jFAT rows fit. Speed-ups are over the one with the most similar settings: {over}."
 
 
@@ -211,6 +220,7 @@ def _each(pairs: Iterable[tuple[str, str]]) -> str:
 
 
 _NOTES: Sequence[Callable[[Setting], Iterable[str]]] = (
+    _legend,
     _sources,
     _norm_layers,
     _samples,
