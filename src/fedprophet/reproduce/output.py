@@ -75,7 +75,6 @@ def page(outcome: Outcome, figure: str = "") -> Page:
         parts=(Page("What the paper says of it", lines=tuple(verdicts)),),
         notes=(*outcome.experiment.notes, *abouts, *failures),
         figure=f"![{outcome.title}]({figure})" if figure else "",
-        wrap_notes=True,
     )
 
 
