@@ -281,3 +281,15 @@ def test_every_error_of_ours_has_code_2_and_ctrl_c_130(cli, monkeypatch):
     stopped = fail(RunStoppedError("stopped after round 2"))
     assert (stopped.code, stopped.err) == (130, "stopped after round 2\n")
     assert fail(KeyboardInterrupt()).code == 130
+
+
+def test_in_a_terminal_errors_are_broken_between_words_and_a_command_is_a_line(cli, monkeypatch):
+    command = "fedprophet train --resume runs/a"
+
+    def stop(*_, **__):
+        raise RunStoppedError(f"stopped after round 2; nothing is lost. Resume it with: {command}")
+
+    monkeypatch.setattr("fedprophet.cli.train.start", stop)
+    for name, value in (("FORCE_COLOR", "1"), ("COLUMNS", "40")):  # what rich takes for a terminal of this width
+        monkeypatch.setenv(name, value)
+    assert cli("train").err.splitlines() == ["stopped after round 2; nothing is lost.", "Resume it with:", command]

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from fedprophet.display.numbers import counted, digits, factor, percent
-from fedprophet.display.tables import Column, Page, Table, csv_text, markdown, markdown_table, say, show
+from fedprophet.display.tables import Column, Page, Table, csv_text, markdown, markdown_table, show
 
 TABLE = Table(
     "Costs",
@@ -81,10 +81,16 @@ def test_shares_and_counts():
     assert (counted(1, "node"), counted(0, "node"), counted(3, "node")) == ("1 node", "0 nodes", "3 nodes")
 
 
-@pytest.mark.parametrize(("terminal", "wrap"), [(True, True), (True, False), (False, True)])
-def test_lines_are_wrapped_between_words_where_asked_for_and_in_a_terminal_alone(terminal, wrap):
-    console = Console(file=io.StringIO(), width=30, force_terminal=terminal, color_system=None)
-    say(console, "one two three four five six seven", wrap=wrap)
-    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
-    wrapped = ["one two three four five six", "seven"]
-    assert lines == (wrapped if terminal and wrap else ["one two three four five six seven"])
+def test_notes_and_lines_of_a_page_are_broken_between_words():
+    long = "the exported model on the test set"
+    text = printed(Page("A title", lines=(long,), notes=(long,)), 20)
+    assert [line.rstrip() for line in text.splitlines()] == [
+        "A title",
+        *("the exported model", "on the test set", ""),
+        *("· the exported model", "on the test set"),
+    ]
+
+
+def test_a_label_of_one_long_word_is_not_broken():
+    table = Table("", (Column("Method"), Column("n")), (("FedProphet (assignment.enabled=false)", 1),))
+    assert "(assignment.enabled=false)" in printed(Page("", (table,)), 40)

@@ -252,6 +252,24 @@ def test_long_names_fit_a_phone(opened, report, runs, tmp_path):
     assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
 
 
+CROSSED = """figure => {
+  const box = (e) => e.getBoundingClientRect();
+  const lines = [...figure.querySelectorAll("line.budget")].map(box);
+  const crosses = (line, text) => line.left > text.left && line.left < text.right
+    && Math.min(line.bottom, text.bottom) - Math.max(line.top, text.top) > 1;
+  const crossed = (text) => lines.some((line) => crosses(line, box(text)));
+  return [...figure.querySelectorAll("text")].filter(crossed).map((text) => text.textContent);
+}"""
+"""The texts of a chart that a line for the budget goes through."""
+
+
+@pytest.mark.parametrize("size", [PHONE, {"width": 420, "height": 844}, DESKTOP])
+def test_the_line_of_the_budget_goes_through_no_text(opened, report, runs, size):
+    chart = opened(report(runs[0]), size).page.locator('figure[data-chart="cascade 0"]')
+    assert chart.locator("line.budget").count() >= 1
+    assert chart.evaluate(CROSSED) == []
+
+
 def test_a_page_is_drawn_anew_when_its_width_changes(opened, report, runs):
     page = opened(report(runs[0])).page
     wide = page.locator('svg[data-key="end"]').get_attribute("viewBox")

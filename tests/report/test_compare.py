@@ -75,6 +75,70 @@ def test_rows_of_a_method_are_told_apart_by_what_is_unusual(write_run):
     assert said(setting, "train.batch: 7 for FedProphet (train.batch=7)").endswith("for the others.")
 
 
+MANY = ("norm.layers=local", "train.proximal=0.25", "evaluate.every=1")
+KEYS_OF_MANY = 'train.proximal=0.25, norm.layers="local", evaluate.every=1'
+
+
+def test_a_row_that_differs_in_many_keys_has_a_letter_and_a_legend_tells_them_once(write_run):
+    paths = [
+        write_run("usual", "fedprophet"),
+        write_run("one", "fedprophet", "train.batch=7"),
+        write_run("two", "fedprophet", "rounds=7"),
+        write_run("three", "fedprophet", "attack.steps=7"),
+        write_run("many", "fedprophet", *MANY),
+        write_run("begun", "fedprophet", *MANY, "seed=3", finished=False),
+        write_run("more", "fedprophet", "norm.layers=frozen", "perturbation.enabled=false"),
+        write_run("jfat", "jfat"),
+        write_run("elsewhere", "fedprophet", "shards.kind=iid"),
+        write_run("again", "fedprophet", "shards.kind=iid", *MANY),
+        write_run("third", "fedprophet", "shards.kind=iid", "train.batch=9"),
+    ]
+    comparison = compare(paths)
+    skewed, iid = comparison.settings
+    assert [row.name for row in skewed.rows] == [
+        "jFAT",
+        "FedProphet",
+        "FedProphet (train.batch=7)",
+        "FedProphet (rounds=7)",
+        "FedProphet (attack.steps=7)",
+        "FedProphet a",
+        "FedProphet a (seed 3, 2 rounds so far)",
+        "FedProphet b",
+    ]
+    assert [row.name for row in iid.rows] == ["FedProphet", "FedProphet a", "FedProphet (train.batch=9)"]
+    legend = setting_notes(skewed)[:3]
+    assert legend[0] == f"FedProphet a: {KEYS_OF_MANY}"
+    assert legend[1].startswith("FedProphet b: ")
+    assert not legend[2].startswith("FedProphet")
+    assert sum(KEYS_OF_MANY in note for note in setting_notes(skewed)) == 1
+    assert setting_notes(iid)[0] == f"FedProphet a: {KEYS_OF_MANY}"
+    assert said(skewed, "key train.proximal").endswith(
+        ": 0.25 for FedProphet a, FedProphet a (seed 3, 2 rounds so far); 0.0 for the others."
+    )
+    found = document(comparison)["settings"][0]["rows"][5]
+    assert found["name"] == "FedProphet a"
+    assert found["label"] == f"FedProphet ({KEYS_OF_MANY})"
+    assert found["differs"]["train.batch"] == skewed.rows[1].differs["train.batch"]
+
+
+def test_a_speedup_over_a_row_with_a_letter_names_it_so_in_notes_and_wholly_for_programs(write_run):
+    paths = [
+        write_run("a", "jfat", *MANY, rounds=SLOW),
+        write_run("b", "jfat"),
+        write_run("c", "jfat", "train.batch=7"),
+        write_run("d", "fedprophet", *MANY, rounds=FAST),
+    ]
+    setting = only(compare(paths))
+    assert setting.rows[-1].speedup.over == f"jFAT ({KEYS_OF_MANY})"
+    assert said(setting, "Several jFAT rows fit").endswith(" for jFAT (train.batch=7); jFAT a for the others.")
+
+
+def test_letters_go_on_after_z(write_run):
+    rows = [write_run(str(n), "jfat", f"train.batch={n + 1}", f"model.weights={'w' * 30}-{n}") for n in range(28)]
+    names = [row.name for row in only(compare(rows)).rows]
+    assert (names[0], names[25:]) == ("jFAT a", ["jFAT z", "jFAT aa", "jFAT ab"])
+
+
 def test_keys_that_a_method_does_not_read_tell_no_rows_apart(write_run):
     cascade, family = "perturbation.start=0.6", "distillation.diversity=0.5"
     for method, rows in (("jfat", 1), ("fedprophet", 2), ("fedet", 2)):

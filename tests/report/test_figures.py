@@ -15,14 +15,14 @@ from fedprophet.report.figures import ATTACK_NAMES, TIME_NAMES, comparison_figur
 
 @pytest.fixture
 def eight(write_run):
-    """All eight methods, one with a long label, one not finished, one measured with aa-fast alone."""
+    """All eight methods, one with a letter for its keys, one not finished, one measured with aa-fast alone."""
     paths = [
         write_run(method, method, rounds=[[(1000 * number, 500, 1, 1e7)]], clean=0.1 * number, autoattack=0.05)
         for number, method in enumerate(METHODS, start=1)
     ]
     fast = {"aa-fast": {"accuracy": 0.3, "samples": 9}}
     extra = [
-        write_run("x", "jfat", "train.calibration=labels", "norm.layers=shared", "train.proximal=0.75"),
+        write_run("x", "jfat", "evaluate.every=1", "norm.layers=local", "train.proximal=0.75"),
         write_run("y", "fedrbn", "seed=1", finished=False),
         write_run("z", "fedet", "train.batch=3", evaluation={"round": 2, "personalised": fast, "global": fast}),
     ]
@@ -66,6 +66,7 @@ def test_nothing_overlaps_and_nothing_is_cut_off(eight):
     accuracy, time = figure.axes
     labels = [(text.get_text(), text.get_window_extent()) for text in accuracy.get_yticklabels()]
     assert not overlaps(labels)
+    assert "jFAT a" in [name for name, _ in labels], "as in the tables"
     texts = [(text.get_text(), text.get_window_extent()) for text in (*time.texts, *accuracy.texts)]
     assert not overlaps(texts)
     for name, box in (*labels, *texts):

@@ -238,6 +238,18 @@ def test_markdown(comparison):
     assert "](" not in markdown(comparison)
 
 
+def test_rows_with_letters_are_short_in_markdown_and_whole_in_csv(write_run):
+    many = ("norm.layers=local", "train.proximal=0.25", "evaluate.every=1")
+    found = compare([write_run("a"), write_run("b", "jfat", *many), write_run("c", "jfat", "train.batch=7")])
+    text = markdown(found)
+    first = {line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| jFAT")}
+    assert first == {"jFAT", "jFAT a", "jFAT (train.batch=7)"}
+    assert text.count("train.proximal=0.25") == 1
+    assert "- Runs of jFAT a: " in text
+    line = next(line for line in csv.DictReader(io.StringIO(csv_text(found))) if line["name"] == "jFAT a")
+    assert line["row"] == 'jFAT (train.proximal=0.25, norm.layers="local", evaluate.every=1)'
+
+
 def test_a_bar_in_a_value_does_not_break_the_table(write_run):
     paths = [write_run("a", "jfat", "fleet.pool=x"), write_run("b", "jfat", 'model.weights="a|b"', "fleet.pool=x")]
     line = next(line for line in markdown(compare(paths)).splitlines() if "a\\|b" in line)

@@ -71,7 +71,7 @@ def test_the_clock_says_each_setting_and_heeds_changes_of_the_papers_runs_alone(
         assert len(said) == 1 + PAPER.settings.index(setting)  # before it is computed
         return Part(setting.label, "", {"rounds": {"set": one(setup.config(setting, CASCADE).rounds)}})
 
-    found = list(Clocked(compute).parts(Setup(scale, Path("nowhere"), ("rounds=4",)), said.append))
+    found = list(Clocked(compute, {}).parts(Setup(scale, Path("nowhere"), ("rounds=4",)), said.append))
     assert [part("rounds", "set") for part in found] == [rounds] * 4
     assert said[0] == "setting 1 of 4: CIFAR-10 balanced, simulating its rounds"
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from fedprophet.reproduce.experiment import Trained
 from fedprophet.reproduce.findings import Part, printed, verdict_text
 from fedprophet.reproduce.paper import numbers_of, paper_numbers, parse_numbers
 from fedprophet.reproduce.registry import EXPERIMENTS
@@ -73,12 +74,12 @@ def test_every_number_is_the_cell_of_an_experiment() -> None:
     for name, parts in paper_numbers().items():
         experiment = EXPERIMENTS[name]
         quantities = {quantity.name: quantity.unit for quantity in experiment.quantities}
-        rows = getattr(experiment.source, "rows", None)
-        if rows is not None:
-            labels = {w.paper for w in setup.settings if experiment.source.unbalanced or w.on_balanced_fleet}  # type: ignore[attr-defined]
-            assert set(parts) <= labels
+        source = experiment.source
+        trained = isinstance(source, Trained)
+        if isinstance(source, Trained):
+            assert set(parts) <= {w.paper for w in setup.settings if source.unbalanced or w.on_balanced_fleet}
         for numbers in parts.values():
-            assert rows is None or name == "figure10" or set(numbers) <= set(rows), name
+            assert not trained or name == "figure10" or set(numbers) <= set(source.rows), name
             units = {column: number.unit for cells in numbers.values() for column, number in cells.items()}
             assert units == {column: quantities[column] for column in units}, name
 

@@ -18,7 +18,7 @@ from fedprophet.cli.fleet import fleet_app
 from fedprophet.cli.help_text import use_plain_help
 from fedprophet.cli.latency import latency_command
 from fedprophet.cli.memory import memory_command
-from fedprophet.cli.options import AsJson, print_listing
+from fedprophet.cli.options import AsJson, print_listing, tell
 from fedprophet.cli.partition import partition_command
 from fedprophet.cli.report import report_command
 from fedprophet.cli.reproduce import reproduce_command
@@ -122,5 +122,5 @@ def _run() -> None:
 
 
 def _exit(text: str, code: int) -> None:
-    print(text, file=sys.stderr)
+    tell(text, err=True)
     sys.exit(code)

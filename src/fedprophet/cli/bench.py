@@ -13,7 +13,7 @@ from rich.text import Text
 from fedprophet import machine
 from fedprophet.bench import growth, report, rounds
 from fedprophet.bench.report import Document
-from fedprophet.cli.options import Overrides, open_folder, print_result
+from fedprophet.cli.options import Overrides, open_folder, print_result, tell
 from fedprophet.display.tables import Page, markdown
 from fedprophet.engines import ENGINES
 from fedprophet.errors import ConfigError, unknown
@@ -168,7 +168,7 @@ def _growth(settings: growth.GrowthSettings) -> tuple[Document, Page]:
 def _deliver(found: Document, page: Page, out: Path | None, stem: str, as_json: bool) -> None:
     print_result(found, page, as_json)
     if out is not None:
-        typer.echo(f"written: {', '.join(map(str, _write(found, page, out, stem)))}", err=True)
+        tell(f"written: {', '.join(map(str, _write(found, page, out, stem)))}", err=True)
 
 
 def _write(found: Document, page: Page, out: Path, stem: str) -> tuple[Path, Path]:

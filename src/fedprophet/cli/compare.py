@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from fedprophet.cli.options import open_folder, print_result
+from fedprophet.cli.options import open_folder, print_result, tell
 from fedprophet.report.compare import Comparison, compare
 from fedprophet.report.figures import check_plots, comparison_png
 from fedprophet.report.tables import csv_text, document, markdown, page, wire_csv
@@ -46,7 +46,7 @@ def compare_command(
     open_folder(out)  # before anything is printed, and only for runs that can be read
     print_result(document(comparison), page(comparison), json_)
     if out is not None:
-        typer.echo(f"written: {', '.join(map(str, _write(comparison, out, plot)))}", err=True)
+        tell(f"written: {', '.join(map(str, _write(comparison, out, plot)))}", err=True)
 
 
 def _write(comparison: Comparison, out: Path, plot: bool) -> list[Path]:
@@ -60,5 +60,5 @@ def _write(comparison: Comparison, out: Path, plot: bool) -> list[Path]:
     }
     write_atomic_all(files.items())
     for old in (file for file in (picture, sheet) if file not in files and file.exists()):
-        typer.echo(f"note: {old} is from an earlier comparison", err=True)
+        tell(f"note: {old} is from an earlier comparison", err=True)
     return list(files)

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from fedprophet import data
-from fedprophet.cli.options import AsJson, print_json
+from fedprophet.cli.options import AsJson, print_json, tell
 from fedprophet.data.registry import DATASETS, DEFAULT_ROOT, Findings, find_dataset
 
 data_app = typer.Typer(help="Check the files of datasets, and download them.", no_args_is_help=True)
@@ -32,7 +32,7 @@ def check(
     if json_:
         print_json(_document(name, root, findings))
     else:
-        typer.echo("\n".join(_lines(name, findings)))
+        tell("\n".join(_lines(name, findings)))
     if not findings.complete:
         raise typer.Exit(2)
 
@@ -46,7 +46,7 @@ def get(
 
     Example: fedprophet data get cifar10 --root data
     """
-    typer.echo(find_dataset(name).get(root.expanduser()))
+    tell(find_dataset(name).get(root.expanduser()))
 
 
 def _document(name: str, root: Path | None, findings: Findings) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch
 import typer
 from rich.console import Console
 
-from fedprophet.cli.options import AsJson, Logs, MethodName, Overrides, print_json, with_method
+from fedprophet.cli.options import AsJson, Logs, MethodName, Overrides, print_json, tell, with_method
 from fedprophet.cli.report import make_report
 from fedprophet.config.load import load_config
 from fedprophet.deploy import DeployError, environment, require_flower
@@ -87,8 +87,8 @@ def init(
         expires = pilot.expiry().isoformat()
         print_json({"path": str(pilot.path), "server": pilot.file.address, "expires": expires, "nodes": folders})
         return
-    typer.echo(f"{pilot.path} is ready: a server at {pilot.file.address} and {counted(len(folders), 'node')}.")
-    typer.echo(f"Instructions are in {pilot.path / 'README.md'}. The first step:")
+    tell(f"{pilot.path} is ready: a server at {pilot.file.address} and {counted(len(folders), 'node')}.")
+    tell(f"Instructions are in {pilot.path / 'README.md'}. The first step:")
     typer.echo(f"  fedprophet deploy server {shlex.quote(str(folder))}")
 
 
@@ -118,10 +118,10 @@ def add_node_command(
         path = str(pilot.folder(name))
         print_json({"name": name, "path": path, "server_told": told, "clients_raised": raised})
         return
-    typer.echo(f"{pilot.folder(name)} is ready: copy it to the device and start it there.")
-    typer.echo("The running server knows its key." if told else "The server will know its key after its next start.")
+    tell(f"{pilot.folder(name)} is ready: copy it to the device and start it there.")
+    tell("The running server knows its key." if told else "The server will know its key after its next start.")
     if raised:
-        typer.echo(f"population.clients in config.toml is now {client_of(name) + 1}, from the next run on.")
+        tell(f"population.clients in config.toml is now {client_of(name) + 1}, from the next run on.")
 
 
 @deploy_app.command("remove-node")
@@ -141,7 +141,7 @@ def remove_node_command(
             control.unregister(node)
 
     told = _tell(pilot, unregister)
-    typer.echo(f"{name} is refused {'from now on' if told else 'from the next start of the server on'}.")
+    tell(f"{name} is refused {'from now on' if told else 'from the next start of the server on'}.")
 
 
 @deploy_app.command("renew")
@@ -151,7 +151,7 @@ def renew_command(folder: Folder, days: Days = 365) -> None:
     from fedprophet.deploy.pilot import renew
 
     expires = f"The server's new certificate expires on {renew(pilot, days):%Y-%m-%d}."
-    typer.echo(f"{expires} A running server uses it after its next start.")
+    tell(f"{expires} A running server uses it after its next start.")
 
 
 # Server and nodes ----------------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def server(folder: Folder, print_: Print = False) -> None:
         _check_free(pilot.file.listen, pilot.file.port, pilot.path / "deploy.toml")
         write_connection(pilot)
         count = counted(len(pilot.nodes()), "node")
-        typer.echo(f"Server at {pilot.file.address}; {count} may connect. Ctrl-C ends it.", err=True)
+        tell(f"Server at {pilot.file.address}; {count} may connect. Ctrl-C ends it.", err=True)
     _become(pilot.command(), pilot.flower, print_)
 
 
@@ -192,7 +192,7 @@ def node_command(
     if not print_:
         _check_free("127.0.0.1", node.file.port, node.path / FILE)
         node.home.mkdir(parents=True, exist_ok=True)
-        typer.echo(f"Client {node.file.client}, connecting to {node.file.server}. Ctrl-C ends it.", err=True)
+        tell(f"Client {node.file.client}, connecting to {node.file.server}. Ctrl-C ends it.", err=True)
     _become(node.command(), node.home / "flower", print_)
 
 
@@ -264,7 +264,7 @@ def run(
             text = f"Wait for its end, or end it: fedprophet deploy stop {pilot.path}"
             raise ConfigError(f"run {other.run_id} is still running in {other.out}. {text}")
     run_id = launch.submit(pilot, out, resume, from_round, log or ())
-    typer.echo(f"Run {run_id} writes to {out}", err=True)
+    tell(f"Run {run_id} writes to {out}", err=True)
     if not detach:
         _follow(pilot, run_id, out)
 
@@ -290,9 +290,7 @@ def _follow(pilot: "Pilot", run_id: int, out: Path) -> None:
         launch.watch(pilot, run_id)
     except KeyboardInterrupt:
         path = shlex.quote(str(pilot.path))
-        typer.echo(
-            f"\nThe run continues. Show it: fedprophet deploy logs {path}. End it: fedprophet deploy stop {path}"
-        )
+        tell(f"\nThe run continues. Show it: fedprophet deploy logs {path}. End it: fedprophet deploy stop {path}")
         return
     _conclude(launch.outcome(pilot, run_id), out, pilot)
 
@@ -320,9 +318,9 @@ def stop(folder: Folder) -> None:
         runs = unfinished_runs(control)
         for run_ in runs:
             control.stop(run_)
-            typer.echo(f"Run {run_.run_id} is ended. Resume it with: fedprophet deploy run {folder} --resume")
+            tell(f"Run {run_.run_id} is ended. Resume it with: fedprophet deploy run {folder} --resume")
     if not runs:
-        typer.echo("No run is running.")
+        tell("No run is running.")
 
 
 @deploy_app.command()
@@ -373,9 +371,9 @@ def probe(
     if json_:
         print_json({"memory_bytes": found.memory, "flops": found.performance, "bandwidth": found.bandwidth})
         return
-    typer.echo(f"Available memory       {format_size(found.memory)}")
-    typer.echo(f"FLOP rate of training  {format_count(round(found.performance))}FLOPS")
-    typer.echo(f"Storage                {format_size(round(found.bandwidth))}/s")
+    tell(f"Available memory       {format_size(found.memory)}")
+    tell(f"FLOP rate of training  {format_count(round(found.performance))}FLOPS")
+    tell(f"Storage                {format_size(round(found.bandwidth))}/s")
 
 
 # What commands share -------------------------------------------------------------------------------------------------
@@ -404,4 +402,4 @@ def _warn_of_expiry(pilot: "Pilot") -> None:
     left = pilot.expiry() - datetime.now(UTC)
     if left < SOON:
         text = f"expires in {max(0, left.days)} days. Renew it: fedprophet deploy renew {pilot.path}"
-        typer.echo(f"warning: the server's certificate {text}", err=True)
+        tell(f"warning: the server's certificate {text}", err=True)

@@ -8,10 +8,11 @@ import typer
 from rich.console import Console
 
 from fedprophet.attacks.names import allowed_attacks, attack_label, parse_attacks
-from fedprophet.cli.options import AsJson, print_json
+from fedprophet.cli.options import AsJson, print_json, tell
+from fedprophet.display.lines import say
 from fedprophet.display.numbers import percent
 from fedprophet.display.summary import accuracy_page
-from fedprophet.display.tables import say, show
+from fedprophet.display.tables import show
 from fedprophet.progress import progress_bar
 from fedprophet.runs.evaluation import RunEvaluation, can_keep, check_samples, evaluate_run, parse_kinds
 from fedprophet.runs.evaluator import KINDS
@@ -76,7 +77,7 @@ def evaluate_command(
 def _show(evaluation: RunEvaluation, as_json: bool) -> None:
     results = evaluation.to_json()
     for warning in results["warnings"]:
-        typer.echo(f"warning: {warning}", err=True)
+        tell(f"warning: {warning}", err=True)
     if as_json:
         print_json(results)
         return
@@ -116,7 +117,7 @@ def export_command(
     )
     console = Console()
     for line in lines:
-        say(console, line, wrap=True)
+        say(console, line)
 
 
 def _open(path: Path) -> Run:
@@ -130,4 +131,4 @@ def _open(path: Path) -> Run:
 
 
 def _note(text: str) -> None:
-    typer.echo(f"note: {text}", err=True)
+    tell(f"note: {text}", err=True)

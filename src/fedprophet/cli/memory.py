@@ -159,7 +159,7 @@ def _page(found: dict[str, Any]) -> Page:
     rows = tuple(tuple(module[key] for key in columns) for module in found["modules"])
     where = f"measured on {found['device']}" if found["device"] else "not measured"
     title = f"{found['model']}, batch {found['batch']}, budget {_size(found['budget_bytes'])}, {where}"
-    return Page(title, (Table("", tuple(columns.values()), rows),), notes=tuple(_notes(found)), wrap_notes=True)
+    return Page(title, (Table("", tuple(columns.values()), rows),), notes=tuple(_notes(found)))
 
 
 def _notes(found: dict[str, Any]) -> list[str]:

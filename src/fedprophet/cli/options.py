@@ -14,6 +14,7 @@ from rich.text import Text
 from fedprophet.cascade.atoms import chain_of
 from fedprophet.cascade.cost import COPIES, ChainCost, cost_of
 from fedprophet.client.budget import MeasuredCost
+from fedprophet.display.lines import say
 from fedprophet.display.tables import Page, show
 from fedprophet.errors import ConfigError, unknown
 from fedprophet.messages.values import LocalTraining
@@ -43,6 +44,11 @@ MemoryModel = Annotated[
 MOMENTA = {"sgd": 0.0, "sgd-momentum": 0.9}
 Optimizer = Annotated[str, typer.Option(help=f"The clients' optimizer: {', '.join(COPIES)}.")]
 PredictedOptimizer = Annotated[str, typer.Option("--optimizer", help=f"The clients' optimizer: {', '.join(MOMENTA)}.")]
+
+
+def tell(text: str, err: bool = False) -> None:
+    """Print a line for people; `err`: to standard error, beside what the command is asked for."""
+    say(Console(stderr=err), text)
 
 
 def print_json(document: Any) -> None:

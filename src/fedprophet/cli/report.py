@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from fedprophet.cli.options import print_json
+from fedprophet.cli.options import print_json, tell
 from fedprophet.errors import FedProphetError
 from fedprophet.report.document import report_of
 from fedprophet.report.page import write_page
@@ -41,7 +41,7 @@ def report_command(
     if json_:
         print_json(report.to_json())
     else:
-        typer.echo(f"Report: {file}")
+        tell(f"Report: {file}")
 
 
 def make_report(run: Path, quietly: bool = False) -> None:
@@ -50,10 +50,10 @@ def make_report(run: Path, quietly: bool = False) -> None:
     try:
         write_page(report_of([run]), file)
     except (FedProphetError, OSError) as error:
-        typer.echo(f"note: no report was made: {error}", err=True)
+        tell(f"note: no report was made: {error}", err=True)
         return
     if not quietly:
-        typer.echo(f"Report: {file}")
+        tell(f"Report: {file}")
 
 
 def _beside(runs: Sequence[Path]) -> Path:

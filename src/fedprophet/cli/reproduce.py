@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from fedprophet.attacks.names import parse_attacks
-from fedprophet.cli.options import AsJson, Overrides, open_folder, print_json, print_result
+from fedprophet.cli.options import AsJson, Overrides, open_folder, print_json, print_result, tell
 from fedprophet.display.numbers import counted
 from fedprophet.display.tables import show
 from fedprophet.errors import ConfigError, unknown
@@ -178,4 +178,4 @@ def _nothing(outcome: Outcome) -> str:
 
 
 def _say(text: str) -> None:
-    typer.echo(text, err=True)
+    tell(text, err=True)

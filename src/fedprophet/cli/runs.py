@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from fedprophet.cli.options import AsJson, print_json
+from fedprophet.cli.options import AsJson, print_json, tell
 from fedprophet.display.numbers import counted
 from fedprophet.errors import ConfigError
 from fedprophet.progress import progress_bar
@@ -55,16 +55,16 @@ def pack_command(
     with progress_bar(in_bytes=True) as watch:
         packed = pack(run, folder, limits["--part"], _round(round_), limits.get("--most"), watch)
     for note in packed.notes:
-        typer.echo(f"note: {note}", err=True)
+        tell(f"note: {note}", err=True)
     if json_:
         print_json({**packed._asdict(), "run": str(run), "parts": [str(path) for path in packed.parts]})
         return
     state = "finished" if packed.finished else "to be resumed"
-    typer.echo(f"{run}, round {packed.round}, {state}: {format_size(packed.unpacked_bytes)}")
-    typer.echo(f"in {folder}: {counted(len(packed.parts), 'file')}, {format_size(packed.bytes)}")
+    tell(f"{run}, round {packed.round}, {state}: {format_size(packed.unpacked_bytes)}")
+    tell(f"in {folder}: {counted(len(packed.parts), 'file')}, {format_size(packed.bytes)}")
     if packed.left_out:
-        typer.echo(f"left out: {', '.join(packed.left_out)}")
-    typer.echo(f"On the other machine: fedprophet runs unpack {shlex.quote(folder.name)}")
+        tell(f"left out: {', '.join(packed.left_out)}")
+    tell(f"On the other machine: fedprophet runs unpack {shlex.quote(folder.name)}")
 
 
 @runs_app.command("unpack")
@@ -88,12 +88,12 @@ def unpack_command(
     with progress_bar(in_bytes=True) as watch:
         unpacked = unpack(folder, out, watch)
     for note in unpacked.notes:
-        typer.echo(f"note: {note}", err=True)
+        tell(f"note: {note}", err=True)
     if json_:
         print_json({**unpacked._asdict(), "run": str(unpacked.run)})
         return
-    typer.echo(f"{unpacked.run}, round {unpacked.round}: {format_size(unpacked.bytes)}")
-    typer.echo("It is finished." if unpacked.finished else resume_hint(unpacked.run))
+    tell(f"{unpacked.run}, round {unpacked.round}: {format_size(unpacked.bytes)}")
+    tell("It is finished." if unpacked.finished else resume_hint(unpacked.run))
 
 
 def _beside(run: Path) -> Path:

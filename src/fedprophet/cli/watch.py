@@ -12,10 +12,10 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from fedprophet.cli.options import print_json
+from fedprophet.cli.options import print_json, tell
+from fedprophet.display.lines import say
 from fedprophet.display.progress import headline, lines_of
 from fedprophet.display.summary import show_finished
-from fedprophet.display.tables import say
 from fedprophet.display.watch import Picture, document, played, state_lines, state_text
 from fedprophet.errors import ConfigError, TrainingError
 from fedprophet.report.serve import serve as serve_report
@@ -73,7 +73,7 @@ def watch_command(
             _print_lines(watched, console)
     except KeyboardInterrupt:
         again = f"fedprophet watch {shlex.quote(str(run))}" + " --serve" * serve
-        typer.echo(f"the run is left as it is. Show it again with: {again}", err=True)
+        tell(f"the run is left as it is. Show it again with: {again}", err=True)
         raise typer.Exit(130) from None
 
 
@@ -82,7 +82,7 @@ def _begun(run: Path) -> WatchedRun:
     if run.exists() and not run.is_dir():
         raise ConfigError(f"{run} is a file. Give the folder of a run")
     if not RunFiles(run).config.exists():
-        typer.echo(f"there is no run in {run} yet: waiting for it, at most {SECONDS_TO_BEGIN} seconds", err=True)
+        tell(f"there is no run in {run} yet: waiting for it, at most {SECONDS_TO_BEGIN} seconds", err=True)
     for _ in range(SECONDS_TO_BEGIN):
         if RunFiles(run).config.exists():
             break
@@ -92,7 +92,7 @@ def _begun(run: Path) -> WatchedRun:
 
 def _serve(run: Path, port: int) -> None:
     with serve_report([run], port=port) as server:
-        typer.echo(f"{server.url} shows {run}, and goes on to show it when it is finished. Ctrl-C ends this.")
+        tell(f"{server.url} shows {run}, and goes on to show it when it is finished. Ctrl-C ends this.")
         server.wait()
 
 

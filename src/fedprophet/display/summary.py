@@ -8,8 +8,9 @@ from typing import Any
 from rich.console import Console
 
 from fedprophet.attacks.names import attack_label
+from fedprophet.display.lines import say
 from fedprophet.display.numbers import NONE, counted, percent
-from fedprophet.display.tables import Column, Page, Table, say, show
+from fedprophet.display.tables import Column, Page, Table, show
 from fedprophet.durations import format_duration
 from fedprophet.runs.engine_history import engines_text, spans_of
 from fedprophet.runs.files import RunFiles, damaged, read_results
@@ -55,7 +56,7 @@ def accuracy_page(results: Mapping[str, Any], remarks: Iterable[str] = ()) -> Pa
         for name, cell in results.get(part, {}).items()
     )
     table = Table("Accuracy of the trained model", columns, rows, labels=2)
-    return Page("Results", (table,), notes=(*_measured_with(results), *remarks), wrap_notes=True)
+    return Page("Results", (table,), notes=(*_measured_with(results), *remarks))
 
 
 def _module_table(results: Mapping[str, Any]) -> Table:

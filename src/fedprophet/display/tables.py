@@ -14,10 +14,11 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from fedprophet.display.lines import say
 from fedprophet.display.numbers import NONE
 
-WORDS_WIDTH = 25
-"""Columns of words are wrapped at this width where space is short."""
+WORDS_WIDTH, LONGEST_WORD = 25, 36
+"""Columns of words are wrapped at this width where space is short; a longer word is broken only beyond the second."""
 GAP = 2
 
 
@@ -59,10 +60,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Page:
-    """A title, lines, tables, further pages and notes, in this order. `figure` is Markdown that names a picture.
-
-    A terminal wraps `notes` anywhere, so that commands in them can be copied, or between words (`wrap_notes`).
-    """
+    """A title, lines, tables, further pages and notes, in this order. `figure` is Markdown that names a picture."""
 
     title: str
     tables: tuple[Table, ...] = ()
@@ -70,7 +68,6 @@ class Page:
     notes: tuple[str, ...] = ()
     parts: tuple["Page", ...] = ()
     figure: str = ""
-    wrap_notes: bool = False
 
 
 def show(page: Page, console: Console | None = None) -> None:
@@ -155,12 +152,7 @@ def _print(page: Page, console: Console) -> None:
     if page.notes:
         console.print()
     for note in page.notes:
-        say(console, f"· {note}", "dim", wrap=page.wrap_notes)
-
-
-def say(console: Console, text: str, style: str = "", *, wrap: bool = False) -> None:
-    """Print a line. `wrap`: break it between words in a terminal; otherwise a command in it can be copied whole."""
-    console.print(Text(text, style=style), soft_wrap=not (wrap and console.is_terminal))
+        say(console, f"· {note}", "dim")
 
 
 def _pieces(table: Table, width: int) -> Iterator[RichTable]:
@@ -184,7 +176,10 @@ def _pieces(table: Table, width: int) -> Iterator[RichTable]:
 def _width(table: Table, number: int, cells: Sequence[Sequence[str]]) -> int:
     column = table.columns[number]
     natural = max(map(len, (column.group, column.heading, *(row[number] for row in cells))))
-    return min(natural, WORDS_WIDTH) if table.is_words(number) else natural
+    if not table.is_words(number):
+        return natural
+    longest = max(map(len, (word for row in cells for word in row[number].split())), default=0)
+    return min(natural, max(WORDS_WIDTH, min(longest, LONGEST_WORD)))
 
 
 def _rich(table: Table, chosen: Sequence[int], cells: Sequence[Sequence[str]], widths: Sequence[int]) -> RichTable:

@@ -3,7 +3,9 @@
 import statistics
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count, product
 from pathlib import Path
+from string import ascii_lowercase
 from typing import TypeVar
 
 from fedprophet.config.compare import flat
@@ -35,6 +37,8 @@ COLUMN_ATTACKS: Mapping[str, Callable[[Config], tuple[str, ...]]] = {
 """The accuracies of the main table, and the attacks that each may have been measured with, the preferred one first."""
 
 NOT_SET = "not set"
+LONGEST_NAME = 48
+"""A row with a longer label has a letter for its keys in tables, notes and pictures; a legend tells them."""
 Keys = Mapping[str, str]
 """The keys of a configuration, dotted, and their values as text."""
 T = TypeVar("T")
@@ -85,13 +89,14 @@ class Row:
     """Runs that differ only in their seed, and perhaps in their engine.
 
     `differs` holds the keys that distinguish it from other rows of its method. `unusual` holds those of them whose
-    value most of these rows do not share: the label names them.
+    value most of these rows do not share: the label names them. A `letter` stands for them where the label is long.
     """
 
     runs: tuple[RunSummary, ...]
     differs: Keys = field(default_factory=dict)
     unusual: Keys = field(default_factory=dict)
     speedup: Speedup | None = None
+    letter: str = ""
 
     @property
     def method(self) -> str:
@@ -109,11 +114,23 @@ class Row:
     @property
     def label(self) -> str:
         """The paper's name for the method, and what distinguishes the row."""
-        marks = [f"{key}={value}" for key, value in self.unusual.items()]
-        if not self.finished:
-            marks += [f"seed {self.seeds[0]}", f"{counted(self.runs[0].rounds, 'round')} so far"]
-        name = METHODS[self.method].paper
-        return f"{name} ({', '.join(marks)})" if marks else name
+        return _marked(METHODS[self.method].paper, (*self.keys, *self._so_far))
+
+    @property
+    def name(self) -> str:
+        """The label, or a shorter one with a letter in place of the keys: what stands in tables, notes and pictures."""
+        return _marked(f"{METHODS[self.method].paper} {self.letter}", self._so_far) if self.letter else self.label
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """What is unusual about it, as in `train.batch=7`."""
+        return tuple(f"{key}={value}" for key, value in self.unusual.items())
+
+    @property
+    def _so_far(self) -> tuple[str, ...]:
+        if self.finished:
+            return ()
+        return f"seed {self.seeds[0]}", f"{counted(self.runs[0].rounds, 'round')} so far"
 
     def over(self, value: Callable[[RunSummary], float | None]) -> Statistic | None:
         """Return a statistic over the runs that have the value."""
@@ -184,7 +201,7 @@ def compare(paths: Sequence[Path]) -> Comparison:
         marks = _distinguished(_setting(group[0]), namesakes)
         full = ", ".join([title, *(f"{key}={value}" for key, value in marks.items())])
         settings.append(Setting(full, tuple(_rows(group))))
-    return Comparison(tuple(settings), (*notes, *more))
+    return Comparison(_lettered(settings), (*notes, *more))
 
 
 # Which runs count ----------------------------------------------------------------------------------------------------
@@ -323,6 +340,31 @@ def _named(row: Row, namesakes: Sequence[Keys]) -> Row:
     shared = {key: sum(other.get(key, NOT_SET) == differs[key] for other in namesakes) for key in differs}
     unusual = {key: value for key, value in differs.items() if 2 * shared[key] <= len(namesakes)}
     return replace(row, differs=differs, unusual=unusual)
+
+
+def _marked(name: str, marks: Sequence[str]) -> str:
+    return f"{name} ({', '.join(marks)})" if marks else name
+
+
+def _lettered(settings: Sequence[Setting]) -> tuple[Setting, ...]:
+    """Give rows with a long label a letter: the same one to rows of a method with the same keys, in all settings."""
+    letters: dict[tuple[str, tuple[str, ...]], str] = {}
+    unused: dict[str, Iterator[str]] = {}
+    for row in (row for setting in settings for row in setting.rows):
+        if row.keys and len(row.label) > LONGEST_NAME and (row.method, row.keys) not in letters:
+            letters[row.method, row.keys] = next(unused.setdefault(row.method, _letters()))
+    return tuple(
+        replace(
+            setting,
+            rows=tuple(replace(row, letter=letters.get((row.method, row.keys), "")) for row in setting.rows),
+        )
+        for setting in settings
+    )
+
+
+def _letters() -> Iterator[str]:
+    """Yield a, b, …, z, aa, ab, …"""
+    yield from ("".join(word) for size in count(1) for word in product(ascii_lowercase, repeat=size))
 
 
 def _keys(row: Row) -> dict[str, str]:

@@ -61,11 +61,11 @@ def comparison_figure(comparison: Comparison) -> "Figure":
 
 
 def _wrapped(row: Row) -> str:
-    return textwrap.fill(row.label, LABEL_WIDTH, break_long_words=False)
+    return textwrap.fill(row.name, LABEL_WIDTH, break_long_words=False)
 
 
 def _row_height(setting: Setting) -> float:
-    """Return the height of a row in inches: that of its bars, or of the longest label's lines."""
+    """Return the height of a row in inches: that of its bars, or of the longest name's lines."""
     lines = max(_wrapped(row).count("\n") + 1 for row in setting.rows)
     return max(ROW_HEIGHT, LINE_HEIGHT * lines + 0.1)
 

@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from fedprophet.display.numbers import counted, percent
-from fedprophet.methods import reads
+from fedprophet.methods import METHODS, reads
 from fedprophet.report.compare import (
     COLUMN_ATTACKS,
     NOT_SET,
@@ -56,9 +56,16 @@ def setting_notes(setting: Setting) -> list[str]:
     return [note for notes in _NOTES for note in notes(setting)]
 
 
+def _legend(setting: Setting) -> Iterator[str]:
+    """Tell what the letters in names stand for, each name once."""
+    yield from dict.fromkeys(
+        f"{METHODS[row.method].paper} {row.letter}: {', '.join(row.keys)}" for row in setting.rows if row.letter
+    )
+
+
 def _sources(setting: Setting) -> Iterator[str]:
     """Starting weights are always named: the accuracies depend on them."""
-    weights = ((row.runs[0].config.model.weights or "drawn at random", row.label) for row in setting.rows)
+    weights = ((row.runs[0].config.model.weights or "drawn at random", row.name) for row in setting.rows)
     yield f"Starting weights: {_each(weights)}."
     versions = sorted({run.version for run in setting.runs if run.version})
     if versions:
@@ -66,7 +73,7 @@ def _sources(setting: Setting) -> Iterator[str]:
 
 
 def _norm_layers(setting: Setting) -> Iterator[str]:
-    finished = [(row.label, row.runs[0]) for row in setting.rows if row.finished]
+    finished = [(row.name, row.runs[0]) for row in setting.rows if row.finished]
     for kind in KINDS:
         if any(kind in run.norm_layers for run in setting.runs):
             used = [pair for row in setting.rows if row.finished for pair in _layers_of(row, kind)]
@@ -80,9 +87,9 @@ def _layers_of(row: Row, kind: Kind) -> Iterator[tuple[str, str]]:
     """Yield the norm layers of a row's accuracies; seeds may differ, as where nobody measured statistics anew."""
     found = [run.norm_layers.get(kind, "not recorded") for run in row.runs]
     if len(set(found)) == 1:
-        yield found[0], row.label
+        yield found[0], row.name
     else:
-        yield from ((text, f"{row.label} seed {run.config.seed}") for text, run in zip(found, row.runs, strict=True))
+        yield from ((text, f"{row.name} seed {run.config.seed}") for text, run in zip(found, row.runs, strict=True))
 
 
 def _samples(setting: Setting) -> Iterator[str]:
@@ -126,7 +133,7 @@ def _rows_differ(setting: Setting) -> Iterator[str]:
         in_labels = any(key in row.differs for row, _ in readers)
         others = {value for row, value in readers if key not in row.differs}
         if key != "model.weights" and (in_labels or len(others) > 1):
-            values = _each((value, row.label) for row, value in readers)
+            values = _each((value, row.name) for row, value in readers)
             yield f"Rows differ in the configuration key {key}: {values}."
 
 
@@ -144,7 +151,7 @@ def _rows_share(setting: Setting) -> Iterator[str]:
 
 def _engines_differ(setting: Setting) -> Iterator[str]:
     """Runs on different engines share a row, though a GPU rounds differently. One run may have used several."""
-    used = [(numerics(run), f"{row.label} seed {run.config.seed}") for row in setting.rows for run in row.runs]
+    used = [(numerics(run), f"{row.name} seed {run.config.seed}") for row in setting.rows for run in row.runs]
     if len({how for how, _ in used}) > 1 or any(len(run.engines) > 1 for run in setting.runs):
         yield f"Runs used different engines: {_each(used)}."
 
@@ -179,14 +186,14 @@ def _of_runs(setting: Setting) -> Iterator[str]:
 
 def _faults(setting: Setting) -> Iterator[str]:
     """Name the rows in which clients failed: their models are averaged from fewer answers than were asked for."""
-    found = [f"{row.faults} in {row.label}" for row in setting.rows if row.faults]
+    found = [f"{row.faults} in {row.name}" for row in setting.rows if row.faults]
     if found:
         yield f"Answers of clients that were missing or unusable: {', '.join(found)}. The journals say why."
 
 
 def _attacks(setting: Setting) -> Iterator[str]:
     yield from (
-        f"{row.label}: {kind} {column.upper()} of {cell.value.count} of {len(row.runs)} seeds."
+        f"{row.name}: {kind} {column.upper()} of {cell.value.count} of {len(row.runs)} seeds."
         for row in setting.rows
         for kind in KINDS
         for column in COLUMN_ATTACKS
@@ -201,7 +208,7 @@ def _attacks(setting: Setting) -> Iterator[str]:
     if missing:
         run = shlex.quote(str(missing[0].runs[0].path))
         yield (
-            f"AA is not measured for {', '.join(row.label for row in missing)}. "
+            f"AA is not measured for {', '.join(row.name for row in missing)}. "
             f"Measure it: fedprophet evaluate {run} --attack autoattack"
         )
 
@@ -213,13 +220,14 @@ def _speedups(setting: Setting) -> Iterator[str]:
     if missing:
         # A run's own config.toml would not do: it has the number of rounds of that run's method.
         yield (
-            f"No speed-up for {', '.join(row.label for row in missing)}: there is no finished jFAT run with the same "
+            f"No speed-up for {', '.join(row.name for row in missing)}: there is no finished jFAT run with the same "
             "data, model and fleet. Start one from the same preset or file: "
             f"fedprophet train PRESET --method {REFERENCE}"
         )
     choices = [row for row in setting.rows if row.speedup and len(candidates(row, references)) > 1]
     if choices:
-        over = _each((row.speedup.over, row.label) for row in choices if row.speedup)
+        names = {row.label: row.name for row in references}
+        over = _each((names[row.speedup.over], row.name) for row in choices if row.speedup)
         yield f"Several jFAT rows fit. Speed-ups are over the one with the most similar settings: {over}."
 
 
@@ -235,6 +243,7 @@ def _each(pairs: Iterable[tuple[str, str]]) -> str:
 
 
 _NOTES: Sequence[Callable[[Setting], Iterable[str]]] = (
+    _legend,
     _sources,
     _norm_layers,
     _samples,

@@ -44,7 +44,7 @@ def _folders(setting: Setting) -> Iterator[str]:
     """Yield which folders are behind each row."""
     for row in setting.rows:
         seeds = f"seed{'s' if len(row.seeds) > 1 else ''} {', '.join(map(str, row.seeds))}"
-        yield f"Runs of {row.label}: {', '.join(str(run.path) for run in row.runs)} ({seeds})"
+        yield f"Runs of {row.name}: {', '.join(str(run.path) for run in row.runs)} ({seeds})"
 
 
 # Numbers -------------------------------------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ def _accuracy_table(setting: Setting) -> Table:
     kinds = [kind for kind in KINDS if calibrated or kind != "uncalibrated"]
     columns = [Column(name, kind.capitalize(), _accuracy_text) for kind in kinds for name in names.values()]
     rows = (
-        (row.label, len(row.runs), *(row.accuracy(kind, name) for kind in kinds for name in names))
+        (row.name, len(row.runs), *(row.accuracy(kind, name) for kind in kinds for name in names))
         for row in setting.rows
     )
     return Table("Accuracy of the trained model, in %", (METHOD, Column("Seeds"), *columns), tuple(rows))
@@ -120,7 +120,7 @@ def _cost_table(setting: Setting) -> Table:
     )
     rows = (
         (
-            row.label,
+            row.name,
             _part(row.over(lambda run: run.rounds), "mean"),
             *(row.memory(part) for part in ("least", "peak")),
             row.time("total"),
@@ -141,7 +141,7 @@ def _memory_table(setting: Setting) -> Table:
         Column("of a limit, at most", form=percent),
     )
     rows = [
-        (row.label, row.memory("peak"), found.peak, found.limit, found.closest)
+        (row.name, row.memory("peak"), found.peak, found.limit, found.closest)
         for row in setting.rows
         if (found := row.enforced)
     ]
@@ -150,7 +150,7 @@ def _memory_table(setting: Setting) -> Table:
 
 def _plans_table(setting: Setting) -> Table:
     rows = [
-        (row.label, plan, times, times / found.trainings)
+        (row.name, plan, times, times / found.trainings)
         for row in setting.rows
         if (found := row.enforced)
         for plan, times in found.plans.items()
@@ -172,7 +172,7 @@ def _wire_table(setting: Setting) -> Table:
         moved = [row.wire(part) for part in WIRE_PARTS]
         total, jfat = moved[-2:]
         if total is not None and jfat is not None:
-            rows.append((row.label, *moved, total.mean / jfat.mean if jfat.mean else None, row.faults))
+            rows.append((row.name, *moved, total.mean / jfat.mean if jfat.mean else None, row.faults))
     columns = (METHOD, *sizes, Column("of jFAT's", form=percent), Column("Faults"))
     return Table("Bytes on the wire in all rounds (jFAT's: training only), and clients' faults", columns, tuple(rows))
 
@@ -187,7 +187,7 @@ def _rounds_table(setting: Setting) -> Table:
     for row in setting.rows:
         reached = [_rounds(row, which) for which in ("best", "last")]
         if all(reached):
-            rows.append((row.label, *(value for rounds in reached for value in _reached(rounds))))
+            rows.append((row.name, *(value for rounds in reached for value in _reached(rounds))))
     title = "Best and last round in training (personalised, in %; the best round is chosen on the reported data)"
     return Table(title, (METHOD, *columns), tuple(rows))
 
@@ -252,6 +252,7 @@ def _joined(values: Sequence[object]) -> str:
 def _csv_columns() -> Iterator[tuple[str, Form, Callable[[Row], Any]]]:
     """Yield the columns of the CSV file: name, how a value is written, and the value in a row."""
     yield "row", str, lambda row: row.label
+    yield "name", str, lambda row: row.name
     yield "method", str, lambda row: row.method
     yield "finished", lambda finished: str(finished).lower(), lambda row: row.finished
     yield "seeds", _joined, lambda row: row.seeds
@@ -327,6 +328,7 @@ def document(comparison: Comparison) -> dict[str, Any]:
 def _row_document(row: Row) -> dict[str, Any]:
     return {
         "label": row.label,
+        "name": row.name,
         "method": row.method,
         "differs": dict(row.differs),
         "finished": row.finished,

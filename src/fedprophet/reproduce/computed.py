@@ -45,6 +45,7 @@ CLOCKED: Mapping[str, tuple[Variant, int]] = {
     "FedRBN": (Variant("fedrbn", "fedrbn"), OF_THE_CASCADE),
     "FedProphet": (CASCADE, OF_THE_CASCADE),
 }
+ASSIGNED: Mapping[str, Variant] = {"with DMA": CASCADE, "without DMA": ALONE}
 AS_LONG_AS = {"FedET-AT": "FedDF-AT", "FedDrop-AT": "HeteroFL-AT", "FedRolex-AT": "HeteroFL-AT"}
 """Methods whose clients train something of the same size as those of another, in every round."""
 
@@ -216,7 +217,6 @@ def _rounds_note(cascade: Mapping[str, Statistic], setting: PaperSetting) -> str
 
 def assignment_times(paper: Setup, setting: PaperSetting) -> Part:
     """Table 4: the time of FedProphet with and without module assignment."""
-    rows = {"with DMA": CASCADE, "without DMA": ALONE}
-    found = {row: clocked(paper, setting, variant, OF_THE_CASCADE) for row, variant in rows.items()}
+    found = {row: clocked(paper, setting, variant, OF_THE_CASCADE) for row, variant in ASSIGNED.items()}
     values = {row: {name: one(value) for name, value in times.items()} for row, times in found.items()}
     return Part(setting.label, setting.paper, values)

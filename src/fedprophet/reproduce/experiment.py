@@ -31,6 +31,11 @@ class Source(Protocol):
         """What it takes where there are no runs to train."""
         ...
 
+    @property
+    def rows(self) -> Mapping[str, Variant]:
+        """What its rows train, or would train."""
+        ...
+
     def heeds_changes(self, setup: Setup) -> bool:
         """Return whether the keys that the user changes reach it."""
         ...
@@ -79,6 +84,11 @@ class Computed(WithoutRuns):
     compute: Callable[[Setup], Iterator[Part]]
     effort = "no data, no training"
 
+    @property
+    def rows(self) -> Mapping[str, Variant]:
+        """Nothing is trained, and nothing can be changed."""
+        return {}
+
     def heeds_changes(self, setup: Setup) -> bool:
         return False
 
@@ -91,6 +101,7 @@ class Clocked(WithoutRuns):
     """Simulated time of the paper's runs; it heeds what is changed in these, not in small ones."""
 
     compute: Callable[[Setup, PaperSetting], Part]
+    rows: Mapping[str, Variant]
     effort = "no data, no training; a few minutes"
 
     def heeds_changes(self, setup: Setup) -> bool:

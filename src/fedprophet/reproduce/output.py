@@ -13,7 +13,7 @@ from fedprophet.reproduce.drawing import picture
 from fedprophet.reproduce.experiment import Experiment
 from fedprophet.reproduce.findings import Part, Quantity, statistic_json, verdict_text
 from fedprophet.reproduce.paper import Numbers, numbers_of
-from fedprophet.reproduce.runs import Setup
+from fedprophet.reproduce.runs import Setup, Variant, key_of
 from fedprophet.storage.files import write_atomic_all
 
 ANOTHER_SCALE = (
@@ -42,6 +42,32 @@ class Outcome:
         return not found and not self.failures
 
     @property
+    def changed(self) -> tuple[str, ...]:
+        """What --set has changed in one row at least."""
+        return tuple(change for change, rows in self._left_aside() if len(rows) < len(self._rows))
+
+    @property
+    def unheeded(self) -> tuple[str, ...]:
+        """What --set has not changed, as sentences: what makes a row what it is, is stronger."""
+        return tuple(
+            f"--set {change} changes nothing: every row sets {key_of(change)} itself"
+            if len(rows) == len(self._rows)
+            else f"--set {change} does not change the rows that set {key_of(change)} themselves: {', '.join(rows)}"
+            for change, rows in self._left_aside()
+            if rows
+        )
+
+    @property
+    def _rows(self) -> Mapping[str, Variant]:
+        return self.experiment.source.rows
+
+    def _left_aside(self) -> Iterator[tuple[str, list[str]]]:
+        """Yield each change by --set that reaches the experiment, and the rows that set its key themselves."""
+        heeded = self.setup.overrides if self.experiment.source.heeds_changes(self.setup) else ()
+        for change in heeded:
+            yield change, [row for row, variant in self._rows.items() if key_of(change) in variant.own_keys]
+
+    @property
     def title(self) -> str:
         scale = "" if self.comparable else f", scale {self.setup.scale.name}"
         return f"{self.experiment.label}. {self.experiment.title}{scale}"
@@ -64,18 +90,18 @@ class Outcome:
 def page(outcome: Outcome, figure: str = "") -> Page:
     """Return what is printed."""
     scale = outcome.setup.scale
-    lines = () if outcome.comparable else (f"Scale {scale.name}: {scale.help}. {ANOTHER_SCALE}",)
+    lines = [] if outcome.comparable else [f"Scale {scale.name}: {scale.help}. {ANOTHER_SCALE}"]
+    lines += [f"changed by --set: {', '.join(outcome.changed)}"] if outcome.changed else []
     verdicts = [f"claim ({label}): {text}: {verdict_text(verdict)}" for label, text, verdict in outcome.claims()]
     failures = (f"{name} has failed: {reason}" for name, reason in outcome.failures.items())
     abouts = dict.fromkeys(note for part in outcome.parts for note in part.notes)
     return Page(
         outcome.title,
         tuple(_table(outcome, part) for part in outcome.parts),
-        lines=lines,
+        lines=(*lines, *outcome.unheeded),
         parts=(Page("What the paper says of it", lines=tuple(verdicts)),),
         notes=(*outcome.experiment.notes, *abouts, *failures),
         figure=f"![{outcome.title}]({figure})" if figure else "",
-        wrap_notes=True,
     )
 
 
@@ -161,6 +187,8 @@ def document(outcome: Outcome) -> dict[str, Any]:
         "title": experiment.title,
         "scale": setup.scale.name,
         "comparable": outcome.comparable,
+        "changed": list(outcome.changed),
+        "unheeded": list(outcome.unheeded),
         "numbers": list(lines_of(outcome)),
         "claims": [{"part": label, "claim": text, "holds": verdict} for label, text, verdict in outcome.claims()],
         "runs": [{"path": str(run.path), "state": run.state} for run in experiment.source.runs(setup)],

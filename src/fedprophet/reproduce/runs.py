@@ -34,6 +34,11 @@ FREE_KEYS = IRRELEVANT - {"seed", "precision"}
 State = Literal["missing", "stopped", "finished"]
 
 
+def key_of(change: str) -> str:
+    """Return the key of `KEY=VALUE`."""
+    return change.partition("=")[0].strip()
+
+
 @dataclass(frozen=True)
 class Variant:
     """What a row trains: a method, and the keys that are changed for it; `{small_model}` is the setting's.
@@ -46,6 +51,11 @@ class Variant:
     method: str
     changes: tuple[str, ...] = ()
     fleet_free: bool = False
+
+    @property
+    def own_keys(self) -> frozenset[str]:
+        """The keys that it sets itself, whatever the user changes."""
+        return frozenset({"method", "seed", *map(key_of, self.changes)})
 
 
 @dataclass(frozen=True)

@@ -268,13 +268,17 @@ function rowChart({ key, width, label, rows, format, marks = [], rowHeight = 30 
   const height = top + rows.length * (rowHeight + lead) + 2;
   const drawing = canvas(width, height, key, label);
   const [bars, words] = [svg("g"), svg("g")];
-  drawing.append(bars, ...marks.map(({ value }) => line(across(value), 4, across(value), height, "budget")), words);
+  const place = (number) => top + number * (rowHeight + lead) + lead;
+  // A line stands beside the bars alone where it would go through the names above them.
+  const stretches = narrow ? [[4, top - 3], ...rows.map((_, number) => [place(number) - 2, place(number) + rowHeight - 6])] : [[4, height]];
+  const lines = marks.flatMap(({ value }) => stretches.map(([from, to]) => line(across(value), from, across(value), to, "budget")));
+  drawing.append(bars, ...lines, words);
   for (const { value, name } of marks) {
     const after = across(value) + textWidth(name, 600) + 6 < width;
     words.append(text(across(value) + (after ? 6 : -6), 12, name, { class: "bold halo", "text-anchor": after ? "start" : "end" }));
   }
   rows.forEach(({ run, name, parts, note = "", tick }, number) => {
-    const y = top + number * (rowHeight + lead) + lead;
+    const y = place(number);
     const group = svg("g", { class: `bar ${run ? run.colour : ""}` });
     words.append(text(0, narrow ? y - 5 : y + rowHeight / 2 + 1, shortened(name, narrow ? width : names - 8, 600), { class: "bold halo" }));
     let sum = 0;
