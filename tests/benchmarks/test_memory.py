@@ -38,8 +38,8 @@ def test_every_module_was_measured_within_its_budget(name: str) -> None:
 
 
 def test_on_a_cpu_predictions_are_measured_and_updates_are_the_plain_ones() -> None:
-    for model, budget in BARS.items():
+    for model in BARS:
         for entry in _read("memory")["models"][model]["budgets"]:
             for module in entry["modules"]:
                 assert module["measured_bytes"] == pytest.approx(module["predicted_bytes"], rel=0.05)
-                assert entry["budget_bytes"] != budget or module["difference"] <= FURTHEST
+                assert module["difference"] <= FURTHEST
