@@ -7,8 +7,8 @@
 For each budget the model is cut by the paper's Algorithm 1, and modules that fit no exact plan are cut further. Each
 module has the cheapest plan that fits; its iteration (PGD-10, then a step) is timed plain and planned. An attack's
 steps cost the same, so that on a CPU two of them are timed and counted five times. Computation is processor time, since
-the machine may have other work; on a GPU it is wall time, all plain iterations come first (cuDNN remembers what it
-chose under a limit), and plans run as limited as a training by them.
+the machine may have other work; on a GPU it is wall time, plain iterations come first but for modules that trials cut
+further (convolutions remember what they did under a limit), and plans run as limited as a training by them.
 
 Both begin at the same parameters and draws once more, without TF32: the difference of their updates, as vectors, by the
 length of the plain one is what a plan changes by rounding.

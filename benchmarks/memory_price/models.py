@@ -100,7 +100,7 @@ class Model:
             seconds = self.plain(iteration.part.first, iteration.part.last)["plain_seconds"]
         else:
             trial = self._trial(iteration, checked.plan)
-            with self._limited(trial, checked.limit):
+            with self._limited(trial, None if checked.limit is None else checked.budget):
                 seconds = trial.seconds(self._repeat)
         return {
             "plan": str(checked.plan),
@@ -122,9 +122,9 @@ class Model:
     def _trial(self, iteration: LocalIteration, plan: MemoryPlan, steps: int | None = None) -> Trial:
         return Trial(iteration, plan, steps or TIMED_STEPS[self.chain.device.type])
 
-    def _limited(self, trial: Trial, limit: int | None) -> AbstractContextManager[None]:
+    def _limited(self, trial: Trial, budget: int | None) -> AbstractContextManager[None]:
         """Limit a trial as a training is limited: convolutions remember the workspaces of the plan's own limit."""
-        return nullcontext() if limit is None else allocator_limit(trial.device, limit + ROOM - trial.held)
+        return nullcontext() if budget is None else allocator_limit(trial.device, budget + ROOM - trial.held)
 
     def swapped(self, budget: int, folder: Path) -> dict[str, Any]:
         """Return what an iteration of the whole model takes in a budget, with what does not fit on disk."""

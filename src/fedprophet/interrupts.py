@@ -93,14 +93,20 @@ def let_signals_through() -> None:
             handler(number, None)
 
 
+_returning = False
+"""Whether a block is watched for signals that are dropped."""
+
+
 @contextmanager
 def dropped_signals_return(dropped: Callable[[], int] = lambda: signal.SIGINT) -> Iterator[None]:
     """Send a signal again if Python drops its KeyboardInterrupt within a `with` block; `dropped` returns its number.
 
     Python does so in finalisers, callbacks of weak references and of the garbage collector, and tells `unraisablehook`
-    alone. They run at any moment: one of them follows every import.
+    alone. They run at any moment: one of them follows every import. A block within another leaves it to that one. A
+    signal that is dropped at the very end comes just after the block: it is not lost either.
     """
-    if threading.current_thread() is not threading.main_thread():  # only that one is interrupted
+    global _returning
+    if _returning or threading.current_thread() is not threading.main_thread():  # only that one is interrupted
         yield
         return
     before = sys.unraisablehook
@@ -112,11 +118,13 @@ def dropped_signals_return(dropped: Callable[[], int] = lambda: signal.SIGINT) -
         else:
             before(lost)
 
-    sys.unraisablehook = look
+    sys.unraisablehook, _returning = look, True
     try:
         yield
     finally:
-        sys.unraisablehook = before
+        _returning = False
+        if sys.unraisablehook is look:  # else somebody has set another one meanwhile
+            sys.unraisablehook = before
 
 
 def _send_again(dropped: Callable[[], int]) -> None:

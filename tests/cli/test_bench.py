@@ -100,7 +100,10 @@ MISTAKES = {
     "stages of no training": (["--growth", "--stages", "1"], "besides training: leave out --stages"),
     "growth of real data": (["--growth", "--real-data"], "besides training: leave out --real-data"),
     "quick and a preset": (["--quick"], "--quick uses cifar10-balanced-small: leave out --preset"),
-    "a key that is not there": (["--set", "train.bach=3"], "unknown key 'train.bach' (--set). Did you mean 'batch'?"),
+    "a key that is not there": (
+        ["--set", "train.bach=3"],
+        "unknown key 'train.bach' (--set). Did you mean 'train.batch'?",
+    ),
     "data of one's own": (
         ["--set", "data.name=folder"],
         "data.name = 'folder': random images can only replace digits, ",

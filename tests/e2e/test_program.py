@@ -46,7 +46,7 @@ def test_a_mistake_is_said_in_a_sentence_with_code_2(run_program, tmp_path):
     result = run_program("train", "--set", "train.bach=3", folder=tmp_path)
     assert result.returncode == 2
     assert result.stdout == ""
-    assert result.stderr.startswith("error: unknown key 'train.bach' (--set). Did you mean 'batch'?")
+    assert result.stderr.startswith("error: unknown key 'train.bach' (--set). Did you mean 'train.batch'?")
     assert "Traceback" not in result.stderr
     assert list(tmp_path.iterdir()) == []
 

@@ -12,7 +12,8 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
-from typing import NamedTuple, TypeVar
+from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,7 +45,6 @@ RADIUS = 1.0
 """How far an attack goes does not matter to its memory."""
 ATTACK_STEPS = 2
 """A second step of an attack takes what all further ones take."""
-T = TypeVar("T")
 
 
 TOLERANCE = 0.05
@@ -108,10 +108,17 @@ class LocalIteration:
 
     def cheapest(self, budget: int) -> Planned:
         """Return the cheapest plan that is predicted to fit; BudgetError if none does."""
-        attack, attack_peak = self._first_fitting(self._attack_peak, self._attacks(), budget)
-        kept = self._kept(attack)
-        step, step_peak = self._first_fitting(lambda plan: self._step_peak(plan) + kept, self._steps(), budget)
-        return Planned(_joined(attack, step), max(attack_peak, step_peak))
+        step_peak = cache(self._step_peak)
+        for attack in self._attacks():
+            if (attack_peak := self._attack_peak(attack)) > budget:
+                continue
+            kept = self._kept(attack)
+            for step in self._steps():
+                if (peak := step_peak(step) + kept) <= budget:
+                    return Planned(_joined(attack, step), max(attack_peak, peak))
+            if not kept:  # else there may be room beside an attack in fewer samples, which keeps less
+                break
+        raise self._nothing_fits(budget)
 
     def checked(self, budget: int) -> Checked:
         """Return the cheapest plan that fits when it is measured; BudgetError if none does.
@@ -164,20 +171,25 @@ class LocalIteration:
         return self.place or self.part.chain.device
 
     def _first_that_passes(self, budget: int) -> Checked:
-        """Return the first plan, in the order of what they cost, that keeps within the budget when it is tried."""
-        attacks = (plan for plan in self._attacks() if self._attack_peak(plan) <= budget)
-        steps = (plan for plan in self._steps() if self._step_peak(plan) <= budget)
-        attack, step = next(attacks, None), next(steps, None)
-        while attack is not None and step is not None:
-            plan = _joined(attack, step)
+        """Return the first plan, in the order of what they cost, that keeps within the budget when it is tried.
+
+        Where no step does, the last attack is tried with all of them: its graph keeps least beside them.
+        """
+        attacks = [plan for plan in self._attacks() if self._attack_peak(plan) <= budget]
+        steps = [plan for plan in self._steps() if self._step_peak(plan) <= budget]
+        left, more = list(attacks), list(steps)
+        while left and more:
+            plan = _joined(left[0], more[0])
             trial = self._trial(plan, budget)
             if trial.peak <= budget:
                 return Checked(plan, self.predicted(plan), trial.peak, budget, trial.limit)
             if trial.attack > trial.step:
-                attack = next(attacks, None)
+                left.pop(0)
             else:
-                step = next(steps, None)
-        raise self._nothing_fits(budget)
+                more.pop(0)
+            if left and not more and self._kept(left[0]) > self._kept(attacks[-1]):
+                left, more = attacks[-1:], list(steps)
+        raise self._nothing_fits(budget, tried=bool(attacks and steps))
 
     def _trial(self, plan: MemoryPlan, budget: int) -> Trial:
         """Try a plan on batches of each size, until one exceeds the budget; the limit is that of the largest."""
@@ -316,19 +328,12 @@ class LocalIteration:
         """Whether plans are by slices of weights: some are on a CPU, whose convolutions copy weights."""
         return (False,) if self._device.type == "cuda" else (False, True)
 
-    def _first_fitting(self, peak_of: Callable[[T], int], choices: Iterable[T], budget: int) -> tuple[T, int]:
-        for choice in choices:
-            if (peak := peak_of(choice)) <= budget:
-                return choice, peak
-        raise self._nothing_fits(budget)
-
-    def _nothing_fits(self, budget: int) -> BudgetError:
+    def _nothing_fits(self, budget: int, tried: bool = False) -> BudgetError:
         least = self.least(rounded=any(plan.rounded for plan in self._steps()))
-        # On a GPU nothing fits either if what was predicted to fit did not when it was tried, with its workspaces.
-        tried = ", but no plan kept within the limit when it was tried, workspaces included" if least <= budget else ""
+        but = ", but no plan kept within the limit when it was tried, workspaces included" if tried else ""
         return BudgetError(
             f"{self.part.layers} cannot be trained within {format_size(budget)} with a batch of "
-            f"{self.training.batch}: the most economical plan is predicted to take {format_size(least, 2)}{tried}. "
+            f"{self.training.batch}: the most economical plan is predicted to take {format_size(least, 2)}{but}. "
             "Give more memory, a smaller train.batch, or modules of fewer atoms (a lower memory.budget)"
         )
 

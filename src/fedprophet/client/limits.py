@@ -27,9 +27,9 @@ from fedprophet.messages.tasks import Train
 from fedprophet.sizes import format_size
 
 ROOM = 256 * 2**20
-"""Bytes that a GPU's allocator may hold beyond a limit, in gaps between tensors. So much is never needed for them; more
-would be a mistake. (Convolutions take no more for it: they remember the workspaces that they had to do with when the
-plan was tried.)"""
+"""Bytes that a GPU's allocator may hold beyond a limit, in gaps between tensors: far more than these should need, since
+what is allocated is compared with the limit itself. (Convolutions take no more for it: they remember the workspaces
+that they had to do with when the plan was tried.)"""
 Exceeded = Callable[[int | None], BudgetError]
 """Returns the error for so many bytes; None where the allocator refused them."""
 

@@ -127,7 +127,8 @@ class PlannedCost(MeasuredCost):
 class TriedCost(PlannedCost):
     """What a chain costs on the GPU that it is on: a client that has this much has a plan that fits when it is tried.
 
-    Workspaces are not predicted there, so what is allowed for them may be too little.
+    Workspaces are not predicted there, so what is allowed for them may be too little. Where nothing passes up to MOST
+    times that, a client needs more than any has.
     """
 
     _tried: dict[tuple[int, int], int] = field(init=False, repr=False, compare=False, default_factory=dict)

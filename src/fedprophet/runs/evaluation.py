@@ -65,6 +65,8 @@ def evaluate_run(
     check_samples(samples)
     kept = can_keep(run)
     asked = parse_kinds(of)
+    if run.away and "global" not in asked:
+        raise ConfigError("the clients of this run are on other machines: only the global accuracy can be measured")
     if asked == ("uncalibrated",) and run.session.config.train.calibration == "none":
         raise ConfigError("nothing to measure: the clients of this run add no label frequencies to their scores")
     try:
@@ -146,11 +148,14 @@ def _write(run: Run, state: str, evaluation: RunEvaluation, samples: int | None)
         settings = earlier["settings"]
         for name in evaluation.warnings:
             check = evaluation.checks.get(name)
-            settings[name] = {
+            about = {
                 "samples": samples,
                 "masking_check": check and {f"{radius:g}": vars(found) for radius, found in check.found.items()},
                 "warnings": list(evaluation.warnings[name]),
             }
+            # What was found of the exported model stays with its accuracy, until that is measured again.
+            stays = name in settings and not evaluation.accuracies["global"]
+            settings[name] = {**about, **settings[name], "samples": samples} if stays else about
         table = {
             "version": __version__,
             "round": run.state.round,
@@ -158,7 +163,11 @@ def _write(run: Run, state: str, evaluation: RunEvaluation, samples: int | None)
             "radius": run.session.config.attack.radius,
             "state": state,
             **evaluation.conditions,
-            **{part: {**earlier.get(part, {}), **new} for part, new in evaluation.accuracies.items()},
+            **{
+                kind: {**earlier.get(kind, {}), **evaluation.accuracies.get(kind, {})}
+                for kind in KINDS
+                if kind in earlier or kind in evaluation.accuracies
+            },
             "warnings": [text for about in settings.values() for text in about["warnings"]],
             "settings": settings,
         }

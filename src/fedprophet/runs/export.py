@@ -53,7 +53,7 @@ def expect_replaceable(path: Path) -> None:
     """Raise ConfigError where an exported model would take the place of something else, or of a run's own model."""
     beside = RunFiles(path.parent)
     if path.name == beside.model.name and beside.config.exists():
-        raise ConfigError(f"{path} is a run's own file, and stays as it is. Give another file with --out")
+        raise ConfigError(f"{path} is a run's own file, and stays as it is. Give another file")
     if path.is_dir():
         raise ConfigError(f"{path} is a folder. Give the file to write, such as {path / 'model.safetensors'}")
     if path.is_file() and not _is_exported(path):
