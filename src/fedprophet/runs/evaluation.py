@@ -148,7 +148,7 @@ def _write(run: Run, state: str, evaluation: RunEvaluation, samples: int | None)
         settings = earlier["settings"]
         for name in evaluation.warnings:
             check = evaluation.checks.get(name)
-            about = {
+            about: dict[str, Any] = {
                 "samples": samples,
                 "masking_check": check and {f"{radius:g}": vars(found) for radius, found in check.found.items()},
                 "warnings": list(evaluation.warnings[name]),
