@@ -156,7 +156,7 @@ def _write(run: Run, state: str, evaluation: RunEvaluation, samples: int | None)
             # What was found of the exported model stays with its accuracy, until that is measured again.
             stays = name in settings and not evaluation.accuracies["global"]
             settings[name] = {**about, **settings[name], "samples": samples} if stays else about
-        table = {
+        table: dict[str, Any] = {
             "version": __version__,
             "round": run.state.round,
             "seed": run.session.config.seed,
