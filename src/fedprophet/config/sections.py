@@ -114,7 +114,7 @@ class TrainSettings(Section):
             yield "smoothing", 'train.calibration = "none"'
         if not config.warmup_rounds:
             yield "warmup_stages", f"train.warmup = {shown(self.warmup)}"
-        if self.iterations == 1:
+        if self.iterations == 1 and not config.memory.enforce:  # where memory is limited, it takes some
             yield "proximal", "train.iterations = 1"
 
 
