@@ -117,6 +117,15 @@ AS_JFAT = ("rounds=110", "train.decay=0.973", "train.warmup=10%", "attack.ramp=3
 """What the preset has for jFAT alone."""
 AT_ONCE = ("attack.ramp=0", "train.warmup=20%")
 FROZEN = "norm.layers=frozen"
+FIRST_RULES = (
+    "rounds=150",
+    "train.decay=0.98",
+    "train.warmup=20%",
+    "attack.ramp=0",
+    "perturbation.restart=last",
+    "perturbation.threshold=0.02",
+)
+"""What the preset with rules of our own had when it was first played."""
 SHORT = ("rounds=100", "train.decay=0.97", "evaluate.every=20", "checkpoint.every=50")
 
 
@@ -138,7 +147,7 @@ def _one_model() -> Iterator[Row]:
     yield Row("frozen-global-jfat", "jFAT, at once, frozen", GLOBAL, "jfat", (*SHORT, *AT_ONCE, FROZEN))
     yield Row("iid-global-jfat", "jFAT, at once, i.i.d. on 10", GLOBAL, "jfat", (*SHORT, *AT_ONCE, *IN_ONE_PLACE))
     yield Row("short-global-fedprophet", "FedProphet, the paper's rules", GLOBAL, "fedprophet", stages)
-    rules = (SAVED_OFTEN, FROZEN)
+    rules = (SAVED_OFTEN, FROZEN, *FIRST_RULES)
     yield Row("frozen-best-fedprophet", "FedProphet, rules of our own, frozen", BEST.preset, "fedprophet", rules)
 
 
