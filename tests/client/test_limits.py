@@ -357,7 +357,7 @@ def test_on_a_gpu_a_limit_never_raises_the_one_that_is_there(monkeypatch) -> Non
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-def test_on_a_gpu_the_part_alone_is_there_and_a_byte_too_many_is_refused() -> None:
+def test_on_a_gpu_the_part_alone_is_there_and_too_little_memory_is_refused() -> None:
     chain, device = _chain(), torch.device("cuda", 0)
     chain.model.to(device)
     part, x = ModelPart(chain, 0, 2, _head().to(device)), _inputs(ModelPart(chain, 0, 3, None))
@@ -371,7 +371,8 @@ def test_on_a_gpu_the_part_alone_is_there_and_a_byte_too_many_is_refused() -> No
     assert ample.peak > bytes_of(part.tensors)
     assert {tensor.device.type for tensor in others} == {"cuda"}
     refused = pytest.raises(BudgetError, match="it may take")
-    with refused, _alone(part), within(Terms(PLAIN, ample.peak - 1), part, (), "a test"):
+    # What workspaces take differs from the first training to the next; gradients are needed in any case.
+    with refused, _alone(part), within(Terms(PLAIN, bytes_of(part.tensors)), part, (), "a test"):
         train(task, part, images, labels)
     assert torch.cuda.get_per_process_memory_fraction(device) == before
     assert {tensor.device.type for tensor in others} == {"cuda"}
