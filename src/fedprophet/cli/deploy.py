@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 
 from fedprophet.cli.options import AsJson, Logs, MethodName, Overrides, print_json, tell, with_method
 from fedprophet.cli.report import make_report
 from fedprophet.config.load import load_config
+from fedprophet.console import console_on
 from fedprophet.deploy import DeployError, environment, require_flower
 from fedprophet.deploy.probe import machine_resources
 from fedprophet.display.numbers import counted
@@ -297,7 +297,7 @@ def _follow(pilot: "Pilot", run_id: int, out: Path) -> None:
 
 def _conclude(run: "RunState", out: Path, pilot: "Pilot") -> None:
     if run.status == "finished:completed" and RunFiles(out).results.exists():
-        show_finished(out, Console())
+        show_finished(out, console_on())
         make_report(out)
         return
     command = f"fedprophet deploy run {shlex.quote(str(pilot.path))}"
