@@ -31,7 +31,7 @@ READING = (
     "slowest link of each round) is not included.",
 )
 WIRE = (
-    "Wire: bytes of all messages between server and clients, evaluations included, as counted by the server. "
+    "Wire: bytes of all tasks and answers between server and clients, evaluations included, as counted by the server. "
     "jFAT's: training only, the whole model sent to as many clients and back."
 )
 ENFORCED = (
