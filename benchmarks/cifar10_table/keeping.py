@@ -17,7 +17,7 @@ from typing import Any
 
 from cifar10_table.measured import is_measured
 from fedprophet.errors import CheckpointError, FedProphetError
-from fedprophet.report.runs import EVALUATION
+from fedprophet.report.folders import EVALUATION
 from fedprophet.runs.files import RunFiles, is_finished
 from fedprophet.runs.pack import pack
 from fedprophet.storage.files import write_atomic, write_atomic_all

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from fedprophet.report.runs import EVALUATION
+from fedprophet.report.folders import EVALUATION
 from fedprophet.runs.files import RunFiles
 from fedprophet.storage.files import parse_json
 

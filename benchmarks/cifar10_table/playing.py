@@ -20,7 +20,7 @@ from fedprophet.config.config import Config, machine_keys
 from fedprophet.config.load import load_config
 from fedprophet.engines.row_attacks import ROWS
 from fedprophet.errors import ConfigError, TrainingError
-from fedprophet.report.runs import read_folder
+from fedprophet.report.folders import read_folder
 from fedprophet.runs.evaluation import evaluate_run
 from fedprophet.runs.files import RunFiles, is_finished
 from fedprophet.runs.journal import Journal
