@@ -244,6 +244,7 @@ def test_a_config_that_is_no_toml(cli, copied):
     error = cli("train", "--resume", "run").error
     assert "no checkpoint in run/checkpoints can be used" in error
     assert "another configuration: seed: here 3, there 0" in error
+    assert error.count("put them back into its config.toml") == 1
     config.write_text(text)
     assert cli("train", "--resume", "run").code == 0
 
@@ -280,7 +281,8 @@ def test_every_error_of_ours_has_code_2_and_ctrl_c_130(cli, monkeypatch):
     assert fail(ConfigError("wrong")).error == "error: wrong\n"
     stopped = fail(RunStoppedError("stopped after round 2"))
     assert (stopped.code, stopped.err) == (130, "stopped after round 2\n")
-    assert fail(KeyboardInterrupt()).code == 130
+    at_once = fail(KeyboardInterrupt())
+    assert (at_once.code, at_once.err) == (130, "stopped\n"), "before a run has begun, and in commands that have none"
 
 
 def test_in_a_terminal_errors_are_broken_between_words_and_a_command_is_a_line(cli, in_terminal, monkeypatch):
