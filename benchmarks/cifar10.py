@@ -94,7 +94,7 @@ def play(arguments: argparse.Namespace) -> int:
         arguments.reserve,
         arguments.settle,
         arguments.runs,
-        Keeping(arguments.save, arguments.save_every, arguments.pack, arguments.autoattack > 0, arguments.most),
+        Keeping(arguments.save, arguments.save_every, arguments.pack, arguments.autoattack, arguments.most),
         [f"{key}={value}" for key, value in given.items() if value],
         arguments.set,
         arguments.commit,

@@ -184,11 +184,9 @@ def _in_a_callback_of_the_collector(happens: Callable[[], object]) -> None:
 
 
 def _long_and_interrupted() -> None:
-    """Drop the signal that is sent again as well: it comes before this is over."""
-    try:
-        _interrupt()
-    finally:
-        time.sleep(PATIENCE)
+    """Drop the signal that is sent again as well: it comes before this is over, and ends the sleep."""
+    _in_a_finaliser(_interrupt)
+    time.sleep(PATIENCE)
 
 
 @pytest.mark.parametrize("happens", [_interrupt, _long_and_interrupted])

@@ -11,7 +11,7 @@ from fedprophet import progress
 @pytest.mark.parametrize(("in_bytes", "shown"), [(False, "3/4"), (True, "3/4 bytes")])
 def test_a_terminal_shows_the_work_at_hand(monkeypatch, in_bytes, shown):
     console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
-    monkeypatch.setattr(progress, "Console", lambda stderr: console)
+    monkeypatch.setattr(progress, "console_on", lambda err: console)
     with progress.progress_bar(in_bytes=in_bytes) as watch:
         for what, done, total in (("first", 1, 4), ("first", 3, 4), ("[second]", 0, None)):
             watch(what, done, total)
@@ -24,7 +24,7 @@ def test_a_terminal_shows_the_work_at_hand(monkeypatch, in_bytes, shown):
 
 def test_elsewhere_it_is_quiet(monkeypatch):
     console = Console(file=io.StringIO(), force_terminal=False)
-    monkeypatch.setattr(progress, "Console", lambda stderr: console)
+    monkeypatch.setattr(progress, "console_on", lambda err: console)
     with progress.progress_bar() as watch:
         watch("work", 1, 2)
     assert console.file.getvalue() == ""

@@ -9,7 +9,8 @@ from cifar10_table.cells import CELLS, known
 from cifar10_table.keeping import SMALL, read_tar, shortened
 from fedprophet.display.numbers import counted
 from fedprophet.errors import CheckpointError, FedProphetError
-from fedprophet.report.runs import ReadFolder, read_folder
+from fedprophet.report.folders import read_folder
+from fedprophet.report.runs import ReadFolder
 from fedprophet.runs.files import RunFiles
 from fedprophet.storage.files import write_atomic_all
 

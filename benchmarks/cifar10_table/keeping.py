@@ -15,8 +15,9 @@ from pathlib import Path, PurePosixPath
 from threading import Event, Thread
 from typing import Any
 
+from cifar10_table.measured import is_measured
 from fedprophet.errors import CheckpointError, FedProphetError
-from fedprophet.report.runs import EVALUATION
+from fedprophet.report.folders import EVALUATION
 from fedprophet.runs.files import RunFiles, is_finished
 from fedprophet.runs.pack import pack
 from fedprophet.storage.files import write_atomic, write_atomic_all
@@ -129,14 +130,14 @@ def bytes_in(folder: Path) -> int:
 class Keeping:
     """Lays what runs have so far into a folder, `most` bytes in all.
 
-    `packs` says of which runs more than small files: all, or those that are not over. With `measures` a finished run is
-    over when it was measured, too.
+    `packs` says of which runs more than small files: all, or those that are not over. A finished run is over when its
+    clients were measured on so many samples as `measures` says, too.
     """
 
     folder: Path
     every: float
     packs: str = ""
-    measures: bool = False
+    measures: int = 0
     most: int = MOST
     _packed: dict[str, object] = field(default_factory=dict)
 
@@ -186,7 +187,7 @@ class Keeping:
 
     def _pack(self, run: Path) -> None:
         folder, finished = self.folder / f"{run.name}.pack", is_finished(RunFiles(run))
-        is_over = finished and (not self.measures or (run / EVALUATION).is_file())
+        is_over = finished and (not self.measures or is_measured(run, self.measures))
         if is_over and self.packs == "unfinished":
             shutil.rmtree(folder, ignore_errors=True)
             return

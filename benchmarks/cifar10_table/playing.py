@@ -10,29 +10,27 @@ from pathlib import Path
 from typing import Any
 
 import fedprophet
+from cifar10_table import measured
 from cifar10_table.cells import Cell
 from cifar10_table.closing import closing_lines
 from cifar10_table.keeping import Keeping
+from cifar10_table.measured import SUITE
 from fedprophet.config.compare import differences
 from fedprophet.config.config import Config, machine_keys
 from fedprophet.config.load import load_config
 from fedprophet.engines.row_attacks import ROWS
 from fedprophet.errors import ConfigError, TrainingError
-from fedprophet.report.runs import EVALUATION, read_folder
+from fedprophet.report.folders import read_folder
 from fedprophet.runs.evaluation import evaluate_run
 from fedprophet.runs.files import RunFiles, is_finished
 from fedprophet.runs.journal import Journal
 from fedprophet.runs.observer import Observer
 from fedprophet.runs.run import RunStoppedError, open_to_read
 from fedprophet.server.coordinator import Record
-from fedprophet.storage.files import parse_json
 
 now = time.monotonic
 SHOWN_EVERY = 20
 PUT_OFF = "finished, AutoAttack put off"
-SUITE = "autoattack"
-ATTACKS = f"clean,pgd20,{SUITE}"
-"""What a finished run's clients are measured with; AutoAttack is judged by the others on the same samples."""
 
 
 class Within(Observer):
@@ -134,7 +132,7 @@ def expect_same(config: Config, run: Path) -> None:
 
 def measure(path: Path, measuring: Measuring) -> str:
     """Measure a finished run's clients with AutoAttack, too, or go on with that; return how far it came."""
-    if is_measured(path, measuring.samples):
+    if measured.is_measured(path, measuring.samples):
         return "finished, AutoAttack measured before"
     if now() + measuring.batch_seconds > measuring.last:
         return PUT_OFF
@@ -142,16 +140,10 @@ def measure(path: Path, measuring: Measuring) -> str:
     with closing(run.session):
         try:
             # The table has personalised accuracies; AutoAttack on the exported model would take as long again.
-            evaluate_run(run, ATTACKS, measuring.samples, False, measuring.watch, of="personalised")
+            evaluate_run(run, measured.ATTACKS, measuring.samples, False, measuring.watch, of="personalised")
         except RunStoppedError:
             return PUT_OFF if measuring.put_off else "finished, AutoAttack stopped"
     return "finished, AutoAttack measured"
-
-
-def is_measured(path: Path, samples: int) -> bool:
-    """Whether a run's clients were measured with AutoAttack on so many samples."""
-    file = path / EVALUATION
-    return file.is_file() and parse_json(file.read_bytes())["settings"].get(SUITE, {}).get("samples") == samples
 
 
 @dataclass(frozen=True)

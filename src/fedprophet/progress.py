@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -13,6 +12,8 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+
+from fedprophet.console import console_on
 
 Watch = Callable[[str, int, int | None], None]
 """Is told what is being done, how much of it is done, and how much there is (None: unknown)."""
@@ -25,7 +26,7 @@ def unwatched(what: str, done: int, total: int | None) -> None:
 @contextmanager
 def progress_bar(*, in_bytes: bool = False) -> Iterator[Watch]:
     """Show what the block tells the watch that it is given; a bar counts items, or bytes."""
-    console = Console(stderr=True)
+    console = console_on(err=True)
     counts = (DownloadColumn(), TransferSpeedColumn()) if in_bytes else (MofNCompleteColumn(),)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(30), *counts, TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:

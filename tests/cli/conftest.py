@@ -66,6 +66,20 @@ def cli(
         signal.signal(number, handler)
 
 
+@pytest.fixture
+def in_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Return what makes the command's streams a terminal of a width, without colours."""
+
+    def widen(columns: int) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            monkeypatch.setattr(stream, "isatty", lambda: True)
+        monkeypatch.delenv("FORCE_COLOR", raising=False)
+        monkeypatch.setenv("NO_COLOR", "1")
+        monkeypatch.setenv("COLUMNS", str(columns))
+
+    return widen
+
+
 @pytest.fixture(scope="session")
 def quick() -> Mapping[str, Any]:
     """Return the settings of the smallest run."""

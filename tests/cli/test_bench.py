@@ -63,10 +63,8 @@ def test_without_a_terminal_it_prints_markdown(cli, flags, quick, tiny_flags, sh
     assert said.err == ""
 
 
-def test_in_a_terminal_its_tables_fit_eighty_columns(cli, quick, tiny_flags, short_product, monkeypatch):
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "80")
+def test_in_a_terminal_its_tables_fit_eighty_columns(cli, quick, tiny_flags, short_product, in_terminal):
+    in_terminal(80)
     flags = ["--preset", "digits", *tiny_flags(quick)]
     said = cli("bench", *flags, "--repeat", 1, "--only", "jfat", "--engine", "plain")
     assert said.code == 0, said.err

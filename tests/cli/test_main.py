@@ -244,6 +244,7 @@ def test_a_config_that_is_no_toml(cli, copied):
     error = cli("train", "--resume", "run").error
     assert "no checkpoint in run/checkpoints can be used" in error
     assert "another configuration: seed: here 3, there 0" in error
+    assert error.count("put them back into its config.toml") == 1
     config.write_text(text)
     assert cli("train", "--resume", "run").code == 0
 
@@ -280,16 +281,33 @@ def test_every_error_of_ours_has_code_2_and_ctrl_c_130(cli, monkeypatch):
     assert fail(ConfigError("wrong")).error == "error: wrong\n"
     stopped = fail(RunStoppedError("stopped after round 2"))
     assert (stopped.code, stopped.err) == (130, "stopped after round 2\n")
-    assert fail(KeyboardInterrupt()).code == 130
+    at_once = fail(KeyboardInterrupt())
+    assert (at_once.code, at_once.err) == (130, "stopped\n"), "before a run has begun, and in commands that have none"
 
 
-def test_in_a_terminal_errors_are_broken_between_words_and_a_command_is_a_line(cli, monkeypatch):
+def test_in_a_terminal_errors_are_broken_between_words_and_a_command_is_a_line(cli, in_terminal, monkeypatch):
     command = "fedprophet train --resume runs/a"
 
     def stop(*_, **__):
         raise RunStoppedError(f"stopped after round 2; nothing is lost. Resume it with: {command}")
 
     monkeypatch.setattr("fedprophet.cli.train.start", stop)
-    for name, value in (("FORCE_COLOR", "1"), ("COLUMNS", "40")):  # what rich takes for a terminal of this width
-        monkeypatch.setenv(name, value)
+    in_terminal(40)
     assert cli("train").err.splitlines() == ["stopped after round 2; nothing is lost.", "Resume it with:", command]
+
+
+def test_forced_colours_make_no_terminal_of_a_pipe(cli, finished, monkeypatch):
+    """Lines are whole, tables are Markdown, and nothing is drawn in place."""
+    run = finished()
+    commands = (["methods"], ["config", "show"], ["compare", run], ["watch", run], ["train", "--resume", run])
+    commands += (["evaluate", run, "--attack", "pgd1", "--samples", 8], ["train", "--set", f"{'a' * 99}=1"])
+    for command in commands:
+        found = []
+        for forced in (False, True):
+            if forced:
+                monkeypatch.setenv("FORCE_COLOR", "1")
+            else:
+                monkeypatch.delenv("FORCE_COLOR", raising=False)
+            found.append(cli(*command))
+        assert found[0] == found[1]
+        assert found[0].out or found[0].err

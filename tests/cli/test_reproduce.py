@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fedprophet.report.runs import read_run
+from fedprophet.report.folders import read_run
 from fedprophet.reproduce import runs as reproduce_runs
 from fedprophet.runs.observer import Observer
 

@@ -320,7 +320,24 @@ def test_a_missing_file(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_no_file(tmp_path: Path) -> None:
-    assert "Is a directory" in file_message(tmp_path)
+    """A run's folder is not meant to be repeated without a word: it may be meant to go on."""
+    folder = tmp_path / "a run"
+    folder.mkdir()
+    assert file_message(folder) == file_message(str(folder)) == f"{folder} is a folder. Give a preset or a TOML file"
+    (folder / "config.toml").touch()
+    assert file_message(str(folder)) == (
+        f"{folder} is a folder. Go on with the run in it: fedprophet train --resume '{folder}'. "
+        f"Or repeat it: give {folder / 'config.toml'}"
+    )
+
+
+def test_a_name_alone_may_be_a_folder_unless_it_is_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "digits").mkdir()
+    assert file_message("runs").startswith("runs is a folder")
+    assert file_message("").startswith("unknown preset ''")
+    assert load_config("digits").data.name == "digits"
 
 
 def test_broken_toml_names_file_and_line(tmp_path: Path) -> None:

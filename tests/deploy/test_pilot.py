@@ -3,6 +3,7 @@
 import os
 import stat
 import tomllib
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -16,6 +17,7 @@ from fedprophet.deploy import DeployError, page
 from fedprophet.deploy import pilot as pilots
 from fedprophet.deploy.certificates import make_authority
 from fedprophet.deploy.keys import make_key_pair, registered_form
+from fedprophet.deploy.launch import stopped_folder
 from fedprophet.deploy.node import open_node, port_of
 from fedprophet.deploy.pilot import (
     PilotFile,
@@ -32,7 +34,7 @@ from fedprophet.deploy.pilot import (
     renew,
     write_connection,
 )
-from fedprophet.errors import ConfigError
+from fedprophet.errors import ConfigError, FedProphetError
 
 
 @pytest.fixture
@@ -118,6 +120,23 @@ def test_flowers_connection_follows_the_folder(pilot, tmp_path, monkeypatch):
     assert connection.address == "127.0.0.1:9092"
     assert connection.root_certificates == str(tmp_path / "else where" / "ca" / "ca.pem")
     assert connection.insecure is False
+
+
+def test_commands_can_be_typed_where_folders_have_blanks(pilot, tmp_path):
+    moved = open_pilot(pilot.path.rename(tmp_path / "else where"))
+    typed = f"'{tmp_path / 'else where'}'"
+
+    def said(work: Callable[[], object]) -> str:
+        with pytest.raises(FedProphetError) as caught:
+            work()
+        return str(caught.value)
+
+    assert said(lambda: stopped_folder(moved, None)).endswith(f"fedprophet deploy run {typed}")
+    assert said(lambda: stopped_folder(moved, "a b")).endswith(f"fedprophet deploy run {typed} --name 'a b'")
+    assert said(lambda: add_node(moved, 0)).count(f"fedprophet deploy remove-node {typed} node-0") == 1
+    for key in moved.keys.glob("*.pub"):
+        key.unlink()
+    assert said(lambda: check_server(moved)).endswith(f"fedprophet deploy add-node {typed}")
 
 
 def test_the_page_names_every_step(pilot):

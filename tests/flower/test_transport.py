@@ -66,6 +66,12 @@ def test_contents_are_counted_both_ways(transport, ledger):
     assert ledger.received == wire_bytes(pack_hello(0)) + wire_bytes(pack_hello(1))
 
 
+def test_what_is_about_the_federation_is_not_counted(transport, ledger):
+    name = transport.send(hello_request(), 10, "7", counted=False)
+    assert [reply.has_content() for reply in transport.fetch([name], counted=False)] == [True]
+    assert (ledger.sent, ledger.received) == (0, 0)
+
+
 @pytest.mark.parametrize("ids", [[], [None], [""]])
 def test_message_that_flower_does_not_take_is_not_counted(transport, grid, ledger, ids):
     grid.push_messages = lambda some: ids

@@ -235,7 +235,7 @@ def test_real_devices_are_a_setting_of_their_own(write_run):
     assert said(real, "Flower, real devices", "no simulated time and no speed-up")
     notes = "\n".join(setting_notes(real))
     assert "fedprophet train" not in notes, "a deployed run goes on with Flower"
-    assert "AA is not measured for jFAT, FedProphet." in notes
+    assert "Global AA is not measured for jFAT, FedProphet." in notes
     assert "No speed-up for" not in notes
     assert "configuration key fleet" not in notes
     assert "is not finished: 2 rounds so far; memory is of these rounds only. Resume it with: flwr run" in notes
@@ -248,8 +248,26 @@ def test_on_real_devices_autoattack_of_the_exported_model_is_all_there_can_be(wr
     measured = {"round": 2, "personalised": {}, "global": {"autoattack": {"accuracy": 0.2, "samples": 50}}}
     setting = only(compare([write_run("a", deployed=True, evaluation=measured)]))
     assert setting.rows[0].accuracy("global", "aa").value.mean == 0.2
-    assert not any("AA is not measured" in note for note in setting_notes(setting))
-    assert said(only(compare([write_run("b", evaluation=measured)])), "AA is not measured for jFAT.")
+    assert not any("not measured" in note for note in setting_notes(setting))
+
+
+def test_which_accuracies_were_not_measured_under_autoattack_is_said(write_run, tmp_path):
+    """The command that is named measures these alone: AutoAttack takes long."""
+    found = {"autoattack": {"accuracy": 0.2, "samples": 50}}
+    paths = [
+        write_run("own", "jfat", evaluation={"round": 2, "personalised": found, "global": {}}),
+        write_run("whole", "fedprophet", evaluation={"round": 2, "personalised": {}, "global": found}),
+        write_run("none", "feddf"),
+        write_run("both", "fedrbn", evaluation={"round": 2, "personalised": found, "global": found}),
+    ]
+    notes = [note for note in setting_notes(only(compare(paths))) if "not measured" in note]
+    command = "fedprophet evaluate {} --attack autoattack"
+    assert notes == [
+        f"Global AA is not measured for jFAT. Measure it: {command.format(tmp_path / 'own')} --of global",
+        f"Personalised and global AA are not measured for FedDF-AT. Measure them: {command.format(tmp_path / 'none')}",
+        "Personalised AA is not measured for FedProphet. Measure it: "
+        f"{command.format(tmp_path / 'whole')} --of personalised",
+    ]
 
 
 def test_a_second_run_of_one_seed_on_real_devices_is_said(write_run, tmp_path):
@@ -478,7 +496,7 @@ def test_notes_on_samples_versions_attacks_and_memory(write_run, tmp_path):
     assert said(setting, "Samples").endswith(
         ": personalised clean and PGD 100, personalised AA 50, global clean and PGD 360, global AA 50."
     )
-    assert said(setting, "AA is not measured for FedProphet.").endswith(
+    assert said(setting, "AA are not measured for FedProphet.").endswith(
         f": fedprophet evaluate {tmp_path / 'b'} --attack autoattack"
     )
     assert str(tmp_path / "b") in said(setting, "Memory is not known")

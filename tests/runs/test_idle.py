@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from fedprophet.cascade.atoms import explicit_chain
+from fedprophet.cascade.norms import statistics_names
 from fedprophet.config.config import Config
 from fedprophet.config.load import PRESETS, load_config, parse_config
 from fedprophet.config.sections import NormSettings
@@ -247,3 +249,45 @@ def test_newcomers_who_have_buffers_of_their_own_begin_with_something(tiny):
     changes = {**JFAT, "shards.kind": "iid", "population.clients": 4}
     config = tiny({**changes, "norm.layers": "shared", "norm.newcomers": "average"})
     assert notes(config, model=Buffered(), dataset=from_tensors(images, labels, images, labels)) == []
+
+
+class Counting(nn.Module):
+    """Has no norm layer, and a buffer that every client's training changes by its own images."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(4, 2)
+        self.register_buffer("brightest", torch.ones(1))
+
+    def forward(self, x):
+        if self.training:
+            self.brightest.copy_(x.amax().detach())
+        return self.last(x.flatten(1) / self.brightest)
+
+
+def test_where_newcomers_begin_with_the_average_of_other_buffers_norm_layers_is_not_idle(tiny):
+    """`norm.newcomers = "auto"` asks `norm.layers`; a value that is given does not."""
+    images, labels = torch.rand(40, 1, 2, 2), torch.arange(40) % 2
+    dataset = from_tensors(images, labels, images, labels)
+    changes = {**JFAT, "shards.kind": "iid", "population.clients": 4, "norm.layers": "statistics-local"}
+
+    def found(more):
+        chain = explicit_chain([("all", Counting())])
+        world = assemble(tiny({**changes, **more}), model=chain, dataset=dataset).world
+        return world.gathers_layers, [note.split(" = ")[0] for note in idle_notes(world)]
+
+    assert found({}) == (True, [])
+    assert found({"norm.layers": "shared"}) == (False, ["norm.layers"])
+    assert found({"norm.newcomers": "average"}) == (True, ["norm.layers"])
+
+
+def test_norm_layers_of_smaller_models_in_a_family_count(tiny):
+    """Those of the family are shared or not, whatever the run's own model has; measured anew are that model's alone."""
+    changes = {**QUICK, "method": "feddf", "model.name": "vit", "model.options": {}, "norm.layers": "shared"}
+    changes["norm.refresh"] = "clean"
+    family = {**changes, "distillation.family": ["cnn3", "vit"]}
+    world = assemble(tiny(family)).world
+    assert statistics_names(world.family["cnn3"].chain)
+    assert not world.family["cnn3"].chain.local(), "shared, as asked"
+    (note,) = idle_notes(world)
+    assert note.startswith('norm.refresh = "clean" has no effect with the model vit')

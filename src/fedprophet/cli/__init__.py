@@ -4,9 +4,10 @@ import errno
 import sys
 from collections.abc import Mapping
 from io import TextIOWrapper
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from fedprophet.cli.bench import bench_command
 from fedprophet.cli.compare import compare_command
@@ -34,7 +35,19 @@ from fedprophet.runs.run import RunStoppedError
 from fedprophet.server.rules import RULES
 from fedprophet.version import __version__
 
+
+class _Commands(TyperGroup):
+    """Says that a command was stopped; typer would end it without a word."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise RunStoppedError("stopped") from None
+
+
 app = typer.Typer(
+    cls=_Commands,
     help="Federated adversarial training within a memory budget.\n\nStart with: fedprophet train",
     no_args_is_help=True,
     add_completion=False,

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from fedprophet import machine
 from fedprophet.bench import growth, report, rounds
 from fedprophet.bench.report import Document
 from fedprophet.cli.options import Overrides, open_folder, print_result, tell
+from fedprophet.console import console_on
 from fedprophet.display.tables import Page, markdown
 from fedprophet.engines import ENGINES
 from fedprophet.errors import ConfigError, unknown
@@ -133,7 +133,7 @@ def _engines(engine: str | None, plain: bool, overrides: tuple[str, ...]) -> tup
 @contextmanager
 def _watching() -> Iterator[Callable[[str], None]]:
     """Show on standard error what is being measured, in a terminal only."""
-    console = Console(stderr=True)
+    console = console_on(err=True)
     with console.status("starting") if console.is_terminal else nullcontext() as status:
         yield lambda text: status.update(Text(text)) if status else None
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 
 from fedprophet.cli.options import AsJson, Logs, MethodName, Overrides, print_json, tell, with_method
 from fedprophet.cli.report import make_report
 from fedprophet.config.load import load_config
+from fedprophet.console import console_on
 from fedprophet.deploy import DeployError, environment, require_flower
 from fedprophet.deploy.probe import machine_resources
 from fedprophet.display.numbers import counted
@@ -261,7 +261,7 @@ def run(
     out = launch.stopped_folder(pilot, name) if resume else launch.fresh_folder(pilot, name)
     with connected(pilot.file.here, pilot.authority) as control:
         for other in launch.unfinished_runs(control):
-            text = f"Wait for its end, or end it: fedprophet deploy stop {pilot.path}"
+            text = f"Wait for its end, or end it: fedprophet deploy stop {pilot.typed}"
             raise ConfigError(f"run {other.run_id} is still running in {other.out}. {text}")
     run_id = launch.submit(pilot, out, resume, from_round, log or ())
     tell(f"Run {run_id} writes to {out}", err=True)
@@ -278,7 +278,7 @@ def logs(folder: Folder) -> None:
     with connected(pilot.file.here, pilot.authority) as control:
         runs = control.runs()
     if not runs:
-        raise ConfigError(f"no run was started here. Start one: fedprophet deploy run {folder}")
+        raise ConfigError(f"no run was started here. Start one: fedprophet deploy run {pilot.typed}")
     _follow(pilot, runs[-1].run_id, Path(runs[-1].out))
 
 
@@ -289,18 +289,18 @@ def _follow(pilot: "Pilot", run_id: int, out: Path) -> None:
     try:
         launch.watch(pilot, run_id)
     except KeyboardInterrupt:
-        path = shlex.quote(str(pilot.path))
-        tell(f"\nThe run continues. Show it: fedprophet deploy logs {path}. End it: fedprophet deploy stop {path}")
+        show, end = (f"fedprophet deploy {command} {pilot.typed}" for command in ("logs", "stop"))
+        tell(f"\nThe run continues. Show it: {show}. End it: {end}")
         return
     _conclude(launch.outcome(pilot, run_id), out, pilot)
 
 
 def _conclude(run: "RunState", out: Path, pilot: "Pilot") -> None:
     if run.status == "finished:completed" and RunFiles(out).results.exists():
-        show_finished(out, Console())
+        show_finished(out, console_on())
         make_report(out)
         return
-    command = f"fedprophet deploy run {shlex.quote(str(pilot.path))}"
+    command = f"fedprophet deploy run {pilot.typed}"
     text = f"Start it again: {command}"
     if RunFiles(out).config.exists():  # otherwise it ended before its first round: there is nothing to resume
         text = f"Resume it with: {command} --name {shlex.quote(out.name)} --resume"
@@ -318,7 +318,7 @@ def stop(folder: Folder) -> None:
         runs = unfinished_runs(control)
         for run_ in runs:
             control.stop(run_)
-            tell(f"Run {run_.run_id} is ended. Resume it with: fedprophet deploy run {folder} --resume")
+            tell(f"Run {run_.run_id} is ended. Resume it with: fedprophet deploy run {pilot.typed} --resume")
     if not runs:
         tell("No run is running.")
 
@@ -401,5 +401,5 @@ def _tell(pilot: "Pilot", message: Callable[["Control"], None]) -> bool:
 def _warn_of_expiry(pilot: "Pilot") -> None:
     left = pilot.expiry() - datetime.now(UTC)
     if left < SOON:
-        text = f"expires in {max(0, left.days)} days. Renew it: fedprophet deploy renew {pilot.path}"
+        text = f"expires in {max(0, left.days)} days. Renew it: fedprophet deploy renew {pilot.typed}"
         tell(f"warning: the server's certificate {text}", err=True)

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from fedprophet.attacks.names import allowed_attacks, attack_label, parse_attacks
 from fedprophet.cli.options import AsJson, print_json, tell
+from fedprophet.console import console_on
 from fedprophet.display.lines import say
 from fedprophet.display.numbers import percent
 from fedprophet.display.summary import accuracy_page
@@ -115,7 +115,7 @@ def export_command(
         f"Its input: images in [0, 1], normalised with mean {mean} and std {std}.",
         "Both are in the file's metadata.",
     )
-    console = Console()
+    console = console_on()
     for line in lines:
         say(console, line)
 

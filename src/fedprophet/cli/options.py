@@ -8,12 +8,12 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from fedprophet.cascade.atoms import chain_of
 from fedprophet.cascade.cost import COPIES, ChainCost, cost_of
 from fedprophet.client.budget import MeasuredCost
+from fedprophet.console import console_on
 from fedprophet.display.lines import say
 from fedprophet.display.tables import Page, show
 from fedprophet.errors import ConfigError, unknown
@@ -48,7 +48,7 @@ PredictedOptimizer = Annotated[str, typer.Option("--optimizer", help=f"The clien
 
 def tell(text: str, err: bool = False) -> None:
     """Print a line for people; `err`: to standard error, beside what the command is asked for."""
-    say(Console(stderr=err), text)
+    say(console_on(err), text)
 
 
 def print_json(document: Any) -> None:
@@ -68,7 +68,7 @@ def print_listing(entries: Mapping[str, str], as_json: bool) -> None:
     if as_json:
         print_json(dict(entries))
         return
-    console, width = Console(highlight=False), max(map(len, entries))
+    console, width = console_on(), max(map(len, entries))
     for name, text in entries.items():
         lines = [Text(text)]
         if console.is_terminal:

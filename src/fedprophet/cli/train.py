@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from fedprophet.cli.options import Logs, MethodName, Overrides, print_json, with_method
 from fedprophet.cli.report import make_report
 from fedprophet.config.choices import engines
 from fedprophet.config.load import load_config
+from fedprophet.console import console_on
 from fedprophet.display.progress import observer_for
 from fedprophet.display.summary import show_results
 from fedprophet.errors import ConfigError
@@ -52,12 +52,12 @@ def train_command(
     """
     trackers = open_trackers(log or ())
     run = _open(preset, with_method(settings, method=method, engine=engine), out, resume, from_round)
-    with observer_for(Console(stderr=json_)) as display, Tracking(trackers, display.note) as tracking:
+    with observer_for(console_on(err=json_)) as display, Tracking(trackers, display.note) as tracking:
         results = play(run, Observers(display, tracking))
     if json_:
         print_json(results)
     else:
-        show_results(results, run.files.path, Console())
+        show_results(results, run.files.path, console_on())
     make_report(run.files.path, quietly=json_)
 
 

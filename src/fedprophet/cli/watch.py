@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.live import Live
 
 from fedprophet.cli.options import print_json, tell
+from fedprophet.console import console_on
 from fedprophet.display.lines import say
 from fedprophet.display.progress import headline, lines_of
 from fedprophet.display.summary import show_finished
@@ -58,7 +59,7 @@ def watch_command(
         raise ConfigError("--port goes with --serve: it says where the report is served")
     if serve and (once or json_):
         raise ConfigError("--serve shows the run in a browser: leave out --once and --json")
-    console = Console()
+    console = console_on()
     try:
         watched = WatchedRun(run) if once else _begun(run)
         if serve:

@@ -14,6 +14,7 @@ from fedprophet.config.renamed import assign, renamed_path, with_new_names
 from fedprophet.errors import ConfigError, unknown
 from fedprophet.settings.describe import explain, misfit, section_of
 from fedprophet.settings.toml import parse_toml
+from fedprophet.storage.files import how_to_resume
 
 DEFAULT_PRESET = "digits"
 PER_METHOD = "methods"
@@ -136,6 +137,12 @@ def _read(source: str | Path | None) -> tuple[dict[str, Any], str]:
     if isinstance(name, str) and name in PRESETS:
         return parse_toml(_preset_texts()[name]), f"in preset {name!r}"
     path = Path(name)
+    if name != "" and path.is_dir():
+        file = path / "config.toml"
+        text = "Give a preset or a TOML file"
+        if file.is_file():
+            text = f"Go on with the run in it: {how_to_resume(path)}. Or repeat it: give {file}"
+        raise ConfigError(f"{path} is a folder. {text}")
     if isinstance(name, str) and not (path.suffix == ".toml" or len(path.parts) > 1 or path.is_file()):
         raise ConfigError(f"{unknown('preset', name, PRESETS)}. A TOML file's path works too")
     try:

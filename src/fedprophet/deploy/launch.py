@@ -1,6 +1,7 @@
 """Starting and watching runs of a pilot, with Flower's own command `flwr`."""
 
 import json
+import shlex
 import subprocess
 import time
 from collections.abc import Sequence
@@ -27,8 +28,8 @@ def fresh_folder(pilot: Pilot, name: str | None) -> Path:
         name = next(name for name in names if not (pilot.runs / name).exists())
     folder = _folder(pilot, name)
     if RunFiles(folder).config.exists():
-        text = f"Resume it with: fedprophet deploy run {pilot.path} --name {name} --resume; or give another name"
-        raise ConfigError(f"{folder} already holds a run. {text}")
+        command = f"fedprophet deploy run {pilot.typed} --name {shlex.quote(name)} --resume"
+        raise ConfigError(f"{folder} already holds a run. Resume it with: {command}; or give another name")
     return folder
 
 
@@ -37,13 +38,15 @@ def stopped_folder(pilot: Pilot, name: str | None) -> Path:
     if name is not None:
         folder = _folder(pilot, name)
         if not RunFiles(folder).config.exists():
-            raise ConfigError(f"{folder} holds no run. Start one: fedprophet deploy run {pilot.path} --name {name}")
+            raise ConfigError(
+                f"{folder} holds no run. Start one: fedprophet deploy run {pilot.typed} --name {shlex.quote(name)}"
+            )
         return folder
     started = [path.parent for path in pilot.runs.glob("*/config.toml")]
     unfinished = [path for path in started if not RunFiles(path).results.exists()]
     if not unfinished:
         what = "all runs there have finished" if started else "no run was started there"
-        raise ConfigError(f"{pilot.runs}: {what}. Start one: fedprophet deploy run {pilot.path}")
+        raise ConfigError(f"{pilot.runs}: {what}. Start one: fedprophet deploy run {pilot.typed}")
     return max(unfinished, key=lambda path: RunFiles(path).config.stat().st_mtime_ns)
 
 
@@ -103,5 +106,5 @@ def outcome(pilot: Pilot, run_id: int) -> RunState:
                 return run
             time.sleep(0.5)
     except NoAnswerError:
-        text = f"Start it again, then resume the run: fedprophet deploy run {pilot.path} --resume"
+        text = f"Start it again, then resume the run: fedprophet deploy run {pilot.typed} --resume"
         raise DeployError(f"the server stopped before the run had ended. {text}") from None

@@ -48,7 +48,7 @@ def readme_text(pilot: "Pilot", config: Config, nodes: int) -> str:
         data=config.data.name,
         version=__version__,
         address=pilot.file.address,
-        path=shlex.quote(str(pilot.path)),
+        path=pilot.typed,
         copies=_block(copies),
         expiry=f"{pilot.expiry():%Y-%m-%d}",
         environment=_block([*exports, "PATH=/path/to/environment/bin:$PATH"]),

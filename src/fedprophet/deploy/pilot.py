@@ -10,6 +10,7 @@ runs/        one folder per run, as `fedprophet train` writes it
 
 import ipaddress
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -68,6 +69,11 @@ class Pilot:
 
     path: Path
     file: PilotFile
+
+    @property
+    def typed(self) -> str:
+        """The folder as it is typed in a shell: paths may have blanks."""
+        return shlex.quote(str(self.path))
 
     @property
     def config(self) -> Path:
@@ -155,10 +161,10 @@ def check_server(pilot: Pilot) -> None:
     certificates.check_private(pilot.path / "server" / "server.key")
     certificates.check_issued(pilot.certificate, pilot.authority)
     if pilot.expiry() <= datetime.now(UTC):
-        text = f"Renew it: fedprophet deploy renew {pilot.path}"
+        text = f"Renew it: fedprophet deploy renew {pilot.typed}"
         raise DeployError(f"the server's certificate expired on {pilot.expiry():%Y-%m-%d}. {text}")
     if not pilot.nodes():
-        text = f"Add a node: fedprophet deploy add-node {pilot.path}"
+        text = f"Add a node: fedprophet deploy add-node {pilot.typed}"
         raise DeployError(f"{pilot.keys} holds no key: no node may connect. {text}")
 
 
@@ -263,7 +269,7 @@ def add_node(pilot: Pilot, client: int | None = None, public_key: Path | None = 
     chosen = next(number for number in range(len(taken) + 1) if number not in taken) if client is None else client
     name = f"node-{chosen}"
     if chosen in taken:
-        text = f"To give it another key, remove it first: fedprophet deploy remove-node {pilot.path} {name}"
+        text = f"To give it another key, remove it first: fedprophet deploy remove-node {pilot.typed} {name}"
         raise ConfigError(f"client {chosen} already has a node, {name}. {text}")
     if pilot.folder(name).exists():
         raise ConfigError(f"{pilot.folder(name)} still exists. Move or delete it, then try again")

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from fedprophet.console import console_on
 from fedprophet.display.lines import say
 from fedprophet.display.numbers import NONE
 
@@ -72,7 +73,7 @@ class Page:
 
 def show(page: Page, console: Console | None = None) -> None:
     """Print a page: laid out in a terminal, as Markdown elsewhere."""
-    console = console or Console(highlight=False)
+    console = console or console_on()
     if console.is_terminal:
         _print(page, console)
     else:

@@ -99,7 +99,7 @@ class FlowerEngine:
             yield from self._carry_out(away)
 
     def account(self) -> Record:
-        """Return the bytes sent and received since the last call, and which clients' answers were left out and why."""
+        """Return the bytes of tasks and answers since the last call, and which clients were left out and why."""
         return self._ledger.close(self._whole)
 
     def _carry_out(self, tasks: Sequence[Task]) -> Iterator[Answer]:

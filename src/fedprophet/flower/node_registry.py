@@ -81,7 +81,7 @@ class NodeRegistry:
         while True:
             self._ask_new_nodes()
             heard = False
-            for reply in self._transport.fetch(self._asked):
+            for reply in self._transport.fetch(self._asked, counted=False):
                 heard = True
                 latest = time.monotonic() if self._hear(reply) else latest
             missing = clients - self._nodes.keys() - {rejected.client for rejected in self._rejected.values()}
@@ -123,7 +123,7 @@ class NodeRegistry:
         unknown = sorted(owners, key=lambda node: (node in self._rejected, node))
         self._unasked = len(unknown[room:]) if room is not None else 0
         for node in unknown[:room]:
-            name = self._transport.send(hello_request(), node, "hello")
+            name = self._transport.send(hello_request(), node, "hello", counted=False)
             if name is not None:
                 self._asked[name] = _Question(node, now, owners[node])
 

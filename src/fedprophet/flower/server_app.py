@@ -17,11 +17,12 @@ from typing import Any
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 from flwr.superlink.grid import InMemoryGrid  # Flower has no public way to recognise a simulation
-from rich.console import Console
 
 from fedprophet.config.load import load_config
+from fedprophet.console import console_on
 from fedprophet.deploy.keys import REGISTERED
 from fedprophet.deploy.pilot import check_names, clients_of_keys
+from fedprophet.display.lines import say
 from fedprophet.display.progress import PlainLines
 from fedprophet.engines.registry import EngineMaker, EngineParts
 from fedprophet.errors import ConfigError, FedProphetError
@@ -51,15 +52,15 @@ def main(grid: Grid, context: Context) -> None:
     simulated = isinstance(grid, InMemoryGrid)
     # An engine that runs clients side by side computes with one thread; so does a simulation.
     threads: AbstractContextManager[None] = ONE_THREAD if simulated else nullcontext()
-    console = Console(soft_wrap=True)
+    console = console_on()
     try:
         trackers = open_trackers(text_of(context.run_config, "log").split())
         with threads, PlainLines(console) as display, Tracking(trackers, display.note) as tracking:
             run = open_run(context.run_config, engine_on(grid, simulated), simulated)
             play(run, Observers(display, tracking))
-            console.print(f"Files: {run.files.path}", highlight=False, markup=False)
+            say(console, f"Files: {run.files.path}")
     except FedProphetError as error:
-        console.print(f"error: {error}", highlight=False, markup=False)
+        say(console, f"error: {error}")
         raise
 
 

@@ -1,6 +1,6 @@
 """Messages to the nodes of a federation and their answers, how long to wait for them, and the record of a round.
 
-The record says how many bytes went over the wire, which answers were left out, and why.
+The record says how many bytes of tasks and answers went over the wire, which answers were left out, and why.
 """
 
 import logging
@@ -69,7 +69,11 @@ class Ledger:
 
 
 class Transport:
-    """Sends and fetches messages, and counts their bytes. A run survives a connection that fails for a while."""
+    """Sends and fetches messages, and counts their bytes. A run survives a connection that fails for a while.
+
+    What is not `counted` is about the federation, such as the question which client a node is. Its answer comes at any
+    time, in this round or the next, and again when a run is resumed: with it, no two runs would have the same journal.
+    """
 
     def __init__(self, grid: Callable[[], Grid], ledger: Ledger) -> None:
         """Make a transport; `grid` returns Flower's connection, and is called at each use, not before."""
@@ -90,16 +94,16 @@ class Transport:
         self._failing.discard(failure)
         return found
 
-    def send(self, content: RecordDict, node: int, group: str) -> str | None:
+    def send(self, content: RecordDict, node: int, group: str, counted: bool = True) -> str | None:
         """Send a message and return its id; None if Flower did not accept it."""
         message = Message(content, node, "query", ttl=VALID_SECONDS, group_id=group)
         ids = self.attempt("a message could not be sent", self._grid().push_messages, [message])
         if not ids or not ids[0]:
             return None
-        self._ledger.sent += wire_bytes(content)
+        self._ledger.sent += wire_bytes(content) if counted else 0
         return ids[0]
 
-    def fetch(self, ids: Iterable[str]) -> Iterator[Message]:
+    def fetch(self, ids: Iterable[str], counted: bool = True) -> Iterator[Message]:
         """Yield the answers that have come to messages with these ids, a few at a time in memory."""
         waiting = list(ids)
         for start in range(0, len(waiting), MOST_AT_ONCE):
@@ -107,7 +111,8 @@ class Transport:
             replies = self.attempt("answers could not be fetched", self._grid().pull_messages, some)
             if replies is None:
                 return
-            self._ledger.received += sum(wire_bytes(reply.content) for reply in replies if reply.has_content())
+            contents = (reply.content for reply in replies if counted and reply.has_content())
+            self._ledger.received += sum(map(wire_bytes, contents))
             while replies:
                 yield replies.pop(0)
 

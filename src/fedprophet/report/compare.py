@@ -14,7 +14,8 @@ from fedprophet.display.numbers import counted
 from fedprophet.fleet.availability import FleetSettings
 from fedprophet.methods import METHODS, reads
 from fedprophet.report.enforced import EnforcedMemory, together
-from fedprophet.report.runs import RunSummary, read_run
+from fedprophet.report.folders import read_run
+from fedprophet.report.runs import RunSummary
 from fedprophet.runs.engine_history import engines_text
 from fedprophet.runs.evaluator import Kind
 from fedprophet.settings.toml import shown

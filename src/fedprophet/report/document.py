@@ -15,6 +15,7 @@ from fedprophet.methods import METHODS
 from fedprophet.report.compare import each_once
 from fedprophet.report.enforced import MeasuredPart, measured_parts
 from fedprophet.report.facts import Fact, machine_facts, run_facts
+from fedprophet.report.folders import read_folder
 from fedprophet.report.rounds import (
     Assignment,
     Curve,
@@ -27,7 +28,7 @@ from fedprophet.report.rounds import (
     stages_of,
     trainings_of,
 )
-from fedprophet.report.runs import Memory, ReadFolder, read_folder
+from fedprophet.report.runs import Memory, ReadFolder
 from fedprophet.report.sums import Faults, Time, Traffic, faults_of, time_of, traffic_of
 from fedprophet.runs.evaluator import KINDS
 from fedprophet.runs.files import RunFiles, resume_hint

@@ -31,7 +31,7 @@ READING = (
     "slowest link of each round) is not included.",
 )
 WIRE = (
-    "Wire: bytes of all messages between server and clients, evaluations included, as counted by the server. "
+    "Wire: bytes of all tasks and answers between server and clients, evaluations included, as counted by the server. "
     "jFAT's: training only, the whole model sent to as many clients and back."
 )
 ENFORCED = (
@@ -202,14 +202,27 @@ def _attacks(setting: Setting) -> Iterator[str]:
     cells = [row.accuracy(kind, "aa") for row in setting.rows for kind in KINDS]
     if any(cell and cell.attack == "aa-fast" for cell in cells):
         yield FAST
-    # Real devices cannot be asked after their run: only the exported model can still be measured.
-    kind: Kind = "global" if any(run.deployed for run in setting.runs) else "personalised"
-    missing = [row for row in setting.rows if row.finished and not row.accuracy(kind, "aa")]
-    if missing:
-        run = shlex.quote(str(missing[0].runs[0].path))
+    yield from _unattacked(setting)
+
+
+def _unattacked(setting: Setting) -> Iterator[str]:
+    """Say which accuracies of finished rows were not measured under AutoAttack, and how they can be.
+
+    Real devices cannot be asked after their run: only the exported model can still be measured.
+    """
+    away = any(run.deployed for run in setting.runs)
+    possible: tuple[Kind, ...] = ("global",) if away else ("personalised", "global")
+    rows: dict[tuple[Kind, ...], list[Row]] = {}
+    for row in (row for row in setting.rows if row.finished):
+        missing = tuple(kind for kind in possible if not row.accuracy(kind, "aa"))
+        rows.setdefault(missing, []).append(row)
+    rows.pop((), None)
+    for kinds, without in rows.items():
+        command = f"fedprophet evaluate {shlex.quote(str(without[0].runs[0].path))} --attack autoattack"
         yield (
-            f"AA is not measured for {', '.join(row.name for row in missing)}. "
-            f"Measure it: fedprophet evaluate {run} --attack autoattack"
+            f"{' and '.join(kinds).capitalize()} AA {'are' if len(kinds) > 1 else 'is'} not measured for "
+            f"{', '.join(row.name for row in without)}. "
+            f"Measure {'them' if len(kinds) > 1 else 'it'}: {command}{'' if kinds == possible else f' --of {kinds[0]}'}"
         )
 
 

@@ -11,7 +11,8 @@ from typing import Annotated
 from pydantic import Field, TypeAdapter
 
 from fedprophet.report.enforced import Training
-from fedprophet.report.runs import Amount, Count, Share, enforced_of, of_record
+from fedprophet.report.folders import enforced_of, of_record
+from fedprophet.report.runs import Amount, Count, Share
 from fedprophet.runs.summary import simulated_seconds
 from fedprophet.server.coordinator import Record
 

@@ -15,8 +15,8 @@ from typing import Any, Self
 
 from fedprophet.errors import ConfigError, FedProphetError
 from fedprophet.report.document import Report, report_of
+from fedprophet.report.folders import EVALUATION
 from fedprophet.report.page import page
-from fedprophet.report.runs import EVALUATION
 from fedprophet.runs.files import RunFiles
 from fedprophet.storage.locks import is_locked
 

@@ -19,7 +19,8 @@ from fedprophet.errors import ConfigError, DataError, TrainingError, unknown
 from fedprophet.methods import reads
 from fedprophet.progress import progress_bar
 from fedprophet.report.compare import IRRELEVANT
-from fedprophet.report.runs import RunSummary, read_run
+from fedprophet.report.folders import read_run
+from fedprophet.report.runs import RunSummary
 from fedprophet.reproduce.scales import PaperSetting, Scale
 from fedprophet.runs.evaluation import evaluate_run
 from fedprophet.runs.files import RunFiles, is_finished, read_results

@@ -38,6 +38,7 @@ from fedprophet.version import __version__
 FORMAT, FIRST_FORMAT = 2, 1
 STATE, TENSORS = "state.json", "tensors.safetensors"
 """The files of a checkpoint's JSON, and, in the first format, of all its tensors."""
+PUT_BACK = "A run goes on with the settings that it was started with: put them back into its config.toml"
 _NAME = re.compile(r"round-([0-9]{6,})")
 S = TypeVar("S")
 
@@ -71,6 +72,10 @@ class Raw(NamedTuple):
 
 class _UnusableError(Exception):
     """Why a checkpoint cannot be used."""
+
+
+class _OtherConfigurationError(_UnusableError):
+    """What a checkpoint's configuration has that the run's config.toml has not."""
 
 
 class Checkpoints:
@@ -136,6 +141,7 @@ class Checkpoints:
     def _newest(self, read: Callable[[Path, dict[str, Any]], S], round: int | None) -> Loaded[S]:
         """Return what is read from the newest checkpoint that is whole."""
         reasons: list[str] = []
+        advice: list[str] = []
         folders = self._folders()
         if round is not None and round not in folders:
             rounds = ", ".join(map(str, folders)) or "none"
@@ -146,6 +152,8 @@ class Checkpoints:
                 state, known = read(folder, document), _read_contents(document)
             except _UnusableError as reason:
                 reasons.append(f"the checkpoint of round {number} is not used: {reason}")
+                if isinstance(reason, _OtherConfigurationError):
+                    advice = [PUT_BACK]
                 continue
             notes = [*reasons, f"went back to the checkpoint of round {number}"] if reasons else []
             if document["version"] != __version__:
@@ -153,7 +161,7 @@ class Checkpoints:
             return Loaded(state, number, notes, known)
         if not reasons:
             raise CheckpointError(f"there is no checkpoint in {self._directory}")
-        raise CheckpointError("\n".join((f"no checkpoint in {self._directory} can be used:", *reasons)))
+        raise CheckpointError("\n".join((f"no checkpoint in {self._directory} can be used:", *reasons, *advice)))
 
     def known_contents(self) -> FolderContents | None:
         """Return what the newest sound state.json knows of the rest of the run's folder, if there is one."""
@@ -213,7 +221,7 @@ class Checkpoints:
             raise _UnusableError(f"its {STATE} is damaged")
         different = differences(self._config, completed(document["config"]), machine_keys())
         if different:
-            raise _UnusableError("it was made by another configuration: " + "; ".join(different))
+            raise _OtherConfigurationError("it was made by another configuration: " + "; ".join(different))
         return document
 
     def _newest_whole(self) -> int | None:

@@ -5,12 +5,14 @@ They are noted and not refused: a command that is repeated with one method after
 
 from collections.abc import Iterable, Iterator
 
+from fedprophet.cascade.atoms import statistics_layers
 from fedprophet.cascade.norms import statistics_names
 from fedprophet.methods import METHODS, reads
 from fedprophet.methods.world import World
 from fedprophet.settings.toml import shown
 
-STATISTICS_KEYS = ("layers", "frozen_after", "refresh", "refresh_after", "refresh_layers", "refresh_clients")
+LAYER_KEYS = ("layers", "frozen_after")
+REFRESH_KEYS = ("refresh", "refresh_after", "refresh_layers", "refresh_clients")
 LATER_MODULES = (
     "perturbation.",
     "assignment.",
@@ -37,14 +39,8 @@ def idle_notes(world: World) -> Iterator[str]:
 
 def _by_model(world: World, keys: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Yield the keys that this model, cut as it is, makes idle, and how."""
-    config, name = world.config, world.config.model.name
-    if not statistics_names(world.chain):
-        reason = f"the model {name}, which has no norm layers that keep statistics"
-        yield from ((f"norm.{key}", reason) for key in STATISTICS_KEYS)
-        if not world.chain.local():
-            yield "norm.newcomers", reason
-    elif not world.chain.local():
-        yield "norm.newcomers", f"norm.layers = {shown(config.norm.layers)}"
+    config = world.config
+    yield from _by_norm_layers(world)
     cascade = METHODS[config.method].cascade
     if cascade and len(world.modules) == 1:
         reason = f"memory.budget = {shown(config.memory.budget)}, by which the model is one module"
@@ -52,3 +48,22 @@ def _by_model(world: World, keys: Iterable[str]) -> Iterator[tuple[str, str]]:
     if world.image_threat(config.attack.steps).harmless and not cascade:  # a cascade's scores wait for the ramp
         which = "radius" if config.attack.radius == 0 else "steps"
         yield "attack.ramp", f"attack.{which} = 0"
+
+
+def _by_norm_layers(world: World) -> Iterator[tuple[str, str]]:
+    """Yield the keys on norm layers that say nothing to models that have none with statistics.
+
+    The smaller models of a family may have them where the run's own has none. Other buffers stay with the clients in
+    any case, but with `layers = "statistics-local"` newcomers begin with their average, unless `newcomers` says more.
+    """
+    norm, buffers = world.config.norm, world.chain.local()
+    reason = f"the model {world.config.model.name}, which has no norm layers that keep statistics"
+    chains = (world.chain, *(member.chain for member in world.family.values()))
+    if not any(statistics_layers(chain.model) for chain in chains):
+        decides = buffers and norm.newcomers == "auto" and norm.averages_for_newcomers
+        yield from ((f"norm.{key}", reason) for key in LAYER_KEYS if not (key == "layers" and decides))
+    if not statistics_names(world.chain):
+        yield from ((f"norm.{key}", reason) for key in REFRESH_KEYS)
+    if not buffers:
+        shared = f"norm.layers = {shown(norm.layers)}"
+        yield "norm.newcomers", shared if statistics_layers(world.chain.model) else reason

@@ -4,13 +4,13 @@ import json
 import re
 import shutil
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import cifar10
 import numpy as np
 import pytest
-from cifar10_table import playing
+from cifar10_table import measured, playing
 from cifar10_table.cells import CELLS
 from cifar10_table.keeping import MOST, Keeping, bytes_in, pack_smallest, read_tar
 from safetensors.torch import save_file
@@ -25,7 +25,6 @@ from fedprophet.runs.run import RunStoppedError, reopen, start
 RECORDS = 16
 CASCADE, JOINT = "balanced-fedprophet-seed0", "balanced-jfat-seed0"
 LINES = "evaluation/*.jsonl"
-EVALUATED = {"round": 2, "personalised": {}, "global": {}}
 TINY = (
     "engine=plain",
     "threads=1",
@@ -265,7 +264,7 @@ def test_autoattack_is_measured_when_a_run_is_finished(played, tmp_path, monkeyp
     assert played(JOINT, seconds=11, autoattack=40) == 0
     assert asked == []
     assert played(JOINT, seconds=1000, autoattack=40) == 0
-    assert asked == [("clean,pgd20,autoattack", 40, False, "personalised")]
+    assert asked == [(("clean", "pgd20", "autoattack"), 40, False, "personalised")]
 
 
 def test_while_autoattack_is_put_off_the_next_cells_are_played(played, tmp_path, monkeypatch, capsys):
@@ -277,8 +276,7 @@ def test_while_autoattack_is_put_off_the_next_cells_are_played(played, tmp_path,
             watch("autoattack, clients", 0, 4)
         except KeyboardInterrupt:
             raise RunStoppedError("stopped") from None
-        record = {"settings": {"autoattack": {"samples": samples}}}
-        (run.files.path / "evaluation.json").write_text(json.dumps({**EVALUATED, **record}))
+        write_evaluation(run.files.path, attacks, samples)
 
     asked = []
     monkeypatch.setattr(playing, "evaluate_run", evaluate)
@@ -321,12 +319,12 @@ def test_a_run_that_finished_earlier_is_measured_and_a_stopped_measurement_goes_
     run, kept = tmp_path / "runs" / JOINT, tmp_path / "kept"
     assert played(JOINT, seconds=1000, pack="all") == 0
     played_rounds = contents(run)
-    measured = lambda: [json.loads(line)["task"] for file in run.glob(LINES) for line in file.read_text().split()]  # noqa: E731
-    monkeypatch.setattr(playing, "ATTACKS", "clean,pgd2")  # AutoAttack itself takes long
-    monkeypatch.setattr(playing, "now", lambda: len(measured()))
+    lines = lambda: [json.loads(line)["task"] for file in run.glob(LINES) for line in file.read_text().split()]  # noqa: E731
+    monkeypatch.setattr(measured, "ATTACKS", ("clean", "pgd2"))  # AutoAttack itself takes long
+    monkeypatch.setattr(playing, "now", lambda: len(lines()))
     assert played(JOINT, seconds=4, autoattack=8, batch_seconds=0, pack="unfinished") == 0
     assert f"| {JOINT} | finished, AutoAttack stopped | 2 | 0 |" in capsys.readouterr().out
-    first = measured()
+    first = lines()
     assert len(first) == 4  # a task is a second, and one of them is the reserve
     assert not (run / "evaluation.json").exists()
     assert (kept / f"{JOINT}.pack").exists(), "it is not over yet"
@@ -336,8 +334,8 @@ def test_a_run_that_finished_earlier_is_measured_and_a_stopped_measurement_goes_
     unpack(kept / f"{JOINT}.pack", run)
     assert played(JOINT, seconds=1000, autoattack=8) == 0
     assert f"| {JOINT} | finished, AutoAttack measured | 2 | 0 |" in capsys.readouterr().out
-    assert measured()[:4] == first
-    assert len(set(measured())) == len(measured()) > 4
+    assert lines()[:4] == first
+    assert len(set(lines())) == len(lines()) > 4
     assert contents(run) == played_rounds
 
     # What was measured stays with the run, even if a call without --autoattack comes in between.
@@ -353,6 +351,45 @@ def test_a_run_that_finished_earlier_is_measured_and_a_stopped_measurement_goes_
     assert {"evaluation.json", *(f"evaluation/{file.name}" for file in run.glob(LINES))} <= set(
         read_tar(kept / f"{JOINT}.small.tar.gz")
     )
+
+
+def write_evaluation(run: Path, attacks: Sequence[str], samples: int, round: int = 2, of: str = "personalised") -> None:
+    """Write what `fedprophet evaluate` does."""
+    cells = {attack: {"accuracy": 0.5, "samples": samples} for attack in attacks}
+    settings = {attack: {"samples": samples} for attack in attacks}
+    found = {"round": round, "personalised": {}, "global": {}, "settings": settings, of: cells}
+    (run / "evaluation.json").write_text(json.dumps(found))
+
+
+def test_a_run_is_over_when_everything_was_measured_that_was_asked_for(played, tmp_path):
+    """Its pack is what the measurement goes on with elsewhere: it goes when there is nothing left to measure."""
+    assert played(JOINT, seconds=1000) == 0
+    run, pack = tmp_path / "runs" / JOINT, tmp_path / "kept" / f"{JOINT}.pack"
+    with_suite = ("clean", "pgd20", "autoattack")
+    write_evaluation(run, with_suite, 8)
+    whole = (run / "evaluation.json").read_text()
+
+    def is_over(text: str) -> bool:
+        (run / "evaluation.json").write_text(text)
+        assert measured.is_measured(run, 8) is not pack_stays()
+        return measured.is_measured(run, 8)
+
+    def pack_stays() -> bool:
+        Keeping(tmp_path / "kept", 60.0, "unfinished", 8).keep(run, {})
+        return pack.exists()
+
+    unlike: list[dict[str, object]] = [
+        {"attacks": ("clean", "pgd20")},
+        {"attacks": ("autoattack",)},
+        {"samples": 7},
+        {"round": 1},
+        {"of": "global"},
+    ]
+    for other in unlike:
+        write_evaluation(run, **{"attacks": with_suite, "samples": 8, **other})  # type: ignore[arg-type]
+        assert not is_over((run / "evaluation.json").read_text()), other
+    assert not any(is_over(text) for text in ("", "{}", "[]", whole[:-5]))
+    assert is_over(whole)
 
 
 def test_what_was_measured_of_another_run_is_not_given_back(tmp_path):

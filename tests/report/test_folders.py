@@ -5,7 +5,9 @@ import json
 import pytest
 
 from fedprophet.errors import CheckpointError, ConfigError
-from fedprophet.report.runs import KINDS, MeasuredAccuracy, Memory, Reached, SimulatedTime, Wire, read_run
+from fedprophet.report.folders import read_run
+from fedprophet.report.runs import MeasuredAccuracy, Memory, Reached, SimulatedTime, Wire
+from fedprophet.runs.evaluator import KINDS
 from fedprophet.runs.play import play
 from fedprophet.runs.run import start
 

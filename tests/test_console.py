@@ -1,0 +1,27 @@
+"""Which console is a terminal."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import fedprophet
+from fedprophet.console import console_on
+
+
+@pytest.mark.parametrize("err", [False, True])
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_forced_colours_say_nothing_of_terminals(err, is_terminal, capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr(sys.stderr if err else sys.stdout, "isatty", lambda: is_terminal)
+    console = console_on(err)
+    assert console.is_terminal is is_terminal
+    assert console.stderr is err
+    monkeypatch.delenv("FORCE_COLOR")
+    assert console_on(err).is_terminal is is_terminal
+
+
+def test_everything_is_printed_on_such_a_console():
+    package = Path(fedprophet.__file__).parent
+    own = {str(file.relative_to(package)) for file in package.rglob("*.py") if "Console(" in file.read_text("utf-8")}
+    assert own == {"console.py"}
