@@ -318,7 +318,8 @@ def assert_as_plainly(group: Group, plan: TrainingPlan, hyper=HYPER) -> None:
         for name, value in found[client].items():
             assert value.shape == tensors[name].shape
             error, moved = (float((v - tensors[name]).norm()) for v in (value, before[client][name]))
-            assert error <= 2e-5 * float(tensors[name].norm()) + 1e-6, name
+            # Four steps of a narrow network multiply what the sums of another processor round otherwise: 8e-5 was seen.
+            assert error <= 2e-4 * float(tensors[name].norm()) + 1e-6, name
             # A convolution's bias before a batch norm moves by noise, and by its decay.
             assert error <= 1e-3 * max(moved, 1e-3), name
 
