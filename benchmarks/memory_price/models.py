@@ -28,6 +28,7 @@ from memory_price.swapping import Swap, SwapFile
 from memory_price.trials import ATTACK_STEPS, TIMED_STEPS, Trial
 
 MB = 10**6
+MEASURED = ("plan", "measured_bytes", "limit_bytes", "planned_seconds", "difference")
 STEP = (False, True)
 """A pass is one of the attack, or the step."""
 
@@ -51,13 +52,20 @@ SETTINGS = {
 }
 
 
+def chain_in(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> Chain:
+    """Return a model of the paper as a chain: the same numbers in any type that holds them."""
+    setting = SETTINGS[name]
+    torch.manual_seed(0)
+    return chain_of(build(name, setting.shape, setting.classes).to(device, dtype))
+
+
 class Model:
     """A model of the paper, whose modules are timed once for every plan."""
 
     def __init__(self, name: str, device: torch.device, repeat: int) -> None:
         setting = SETTINGS[name]
-        torch.manual_seed(0)
-        self.chain: Chain = chain_of(build(name, setting.shape, setting.classes).to(device))
+        self._name = name
+        self.chain = chain_in(name, device)
         self.cost: ChainCost = cost_of(self.chain, setting.shape, setting.batch, setting.classes)
         self.training = LocalTraining(1, setting.batch, 1e-4, momentum=0.9, weight_decay=1e-4, strong_convexity=1e-5)
         self._repeat = repeat
@@ -65,6 +73,14 @@ class Model:
 
     def iteration(self, first: int, last: int) -> LocalIteration:
         return iteration_of(self.chain, self.cost, first, last, self.training)
+
+    def _doubled(self, iteration: LocalIteration) -> LocalIteration:
+        """Return the same iteration in float64, where what a plan changes by rounding is next to nothing."""
+        chain = chain_in(self._name, self.chain.device, torch.float64)
+        doubled = iteration_of(chain, self.cost, iteration.part.first, iteration.part.last, self.training)
+        if doubled.part.head is not None:
+            doubled.part.head.double()
+        return doubled
 
     def plain(self, first: int, last: int) -> dict[str, Any]:
         """Return what some atoms take as a module that is trained plainly; it is measured once."""
@@ -90,12 +106,10 @@ class Model:
             try:
                 yield {**found, **self._planned(iteration, iteration.checked(budget))}
             except BudgetError:
-                nothing = dict.fromkeys(("plan", "measured_bytes", "limit_bytes", "planned_seconds", "difference"))
+                nothing = dict.fromkeys((*MEASURED, "difference_in_float64"))
                 yield {**found, **nothing, "predicted_bytes": iteration.least(rounded=True)}
 
     def _planned(self, iteration: LocalIteration, checked: Checked) -> dict[str, Any]:
-        plain = self._update(iteration, PLAIN)
-        planned = plain if checked.plan == PLAIN else self._update(iteration, checked.plan)
         if checked.plan == PLAIN and checked.limit is None:
             seconds = self.plain(iteration.part.first, iteration.part.last)["plain_seconds"]
         else:
@@ -108,8 +122,16 @@ class Model:
             "measured_bytes": checked.measured,
             "limit_bytes": checked.limit,
             "planned_seconds": seconds,
-            "difference": float((planned - plain).norm() / plain.norm()),
+            "difference": self._difference(iteration, checked.plan),
+            "difference_in_float64": self._difference(self._doubled(iteration), checked.plan),
         }
+
+    def _difference(self, iteration: LocalIteration, plan: MemoryPlan) -> float:
+        """Return how far the update by a plan is from the plain one, by the length of that."""
+        if plan == PLAIN:
+            return 0.0
+        plain = self._update(iteration, PLAIN)
+        return float((self._update(iteration, plan) - plain).norm() / plain.norm())
 
     def _update(self, iteration: LocalIteration, plan: MemoryPlan) -> Tensor:
         """Return the update of an iteration by a plan, computed by torch's own convolutions.

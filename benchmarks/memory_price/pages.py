@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fedprophet.display.tables import Column, Page, Table
-from memory_price.models import MB
+from memory_price.models import MB, SETTINGS
 from memory_price.trials import TIMED_STEPS
 
 OCCASION = ("date", "commit", "repeat")
@@ -43,12 +43,14 @@ def page(document: dict[str, Any]) -> Page:
     machine = document["machine"]
     place = f"{machine['gpu']}, " if document["device"] != "cpu" else ""
     time_ = "processor time" if document["device"] == "cpu" else "wall time"
-    few = f", {TIMED_STEPS['cpu']} steps of the attack before" if document["device"] == "cpu" else ""
+    on_cpu = document["device"] == "cpu"
+    few = f", {TIMED_STEPS['cpu']} steps of the attack before" if on_cpu else ", by torch's own convolutions"
+    noisy = "" if on_cpu else " Seconds of one plan differ by up to a third from one timing to the next."
     note = (
         f"{place}{machine['processor']}, {machine['cores']} cores, one thread, load {machine['load']}; Python "
         f"{machine['python']}, torch {machine['torch']}. Computation: {time_}; swapping: wall time, O_DIRECT, beside "
         "other work. Difference: of one iteration's update by the plan from the plain one, by the length of that"
-        f"{few}."
+        f"{few}; also in float64, where rounding is next to nothing and any other difference would stay.{noisy}"
     )
     return Page("Time against budget", lines=(note,), parts=tuple(parts))
 
@@ -72,9 +74,21 @@ def _model_page(name: str, found: dict[str, Any]) -> Iterator[Page]:
         f"{_seconds(found['seconds'])} s; {_occasion(found)}"
     )
     table = Table("", columns, tuple(_summary(entry) for entry in found["budgets"]))
-    yield Page(name, (table,), lines=(line,))
+    yield Page(name, (table,), lines=(line, *_not_measured(name, found)))
     for entry in found["budgets"]:
         yield Page(f"{name}, {_mb(entry['budget_bytes'])}", (_modules_table(entry),), lines=(_occasions(entry),))
+
+
+def _not_measured(name: str, found: dict[str, Any]) -> Iterator[str]:
+    """Say at which of the model's budgets modules were not measured here, and at which swapping was not."""
+    entries = {entry["budget_bytes"]: entry for entry in found["budgets"]}
+    budgets = SETTINGS[name].budgets["cpu"]
+    modules = [budget for budget in budgets if budget * MB not in entries]
+    swapping = [budget for budget in budgets if not entries.get(budget * MB, {}).get("swapped")]
+    lacking = {"modules": modules, "swapping": swapping}
+    if modules or swapping:
+        texts = (f"{what} at {', '.join(map(str, at))} MB" for what, at in lacking.items() if at)
+        yield f"not measured here: {'; '.join(texts)}"
 
 
 def _occasions(entry: dict[str, Any]) -> str:
@@ -117,7 +131,8 @@ def _modules_table(entry: dict[str, Any]) -> Table:
         "measured_bytes": Column("Measured", form=_mb),
         "plain_seconds": Column("Plain, s", form=_seconds),
         "planned_seconds": Column("Planned, s", form=_seconds),
-        "difference": Column("Difference", form=_difference),
+        "difference": Column("in float32", "Difference", form=_difference),
+        "difference_in_float64": Column("in float64", "Difference", form=_difference),
     }
     return Table(
         "", tuple(columns.values()), tuple(tuple(module.get(key) for key in columns) for module in entry["modules"])

@@ -28,7 +28,7 @@ class Trial:
         self.threat = with_steps(iteration.threat, steps)
         self.labels = torch.arange(batch, device=self.device) % 10
         random = torch.rand(batch, *iteration.input_shape, generator=torch.Generator().manual_seed(1))
-        self.inputs = iteration.part.take(random)
+        self.inputs = iteration.part.take(random.to(self.part.parameters()[0].dtype))
         self.descent = Descent.of(self.part, self.training, begun=True)  # as where memory is limited
         self._ascend: Ascent = ascent_of(
             self.part, self.threat, self.training.strong_convexity, plan.attack, plan.attack_sliced

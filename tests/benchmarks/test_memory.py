@@ -13,8 +13,11 @@ from fedprophet.display.tables import markdown
 RESULTS = Path(memory.__file__).parent / "results"
 BARS = {"vgg16": 60 * 10**6, "resnet34": 224 * 10**6}
 """The budgets that both models have to keep, with seven modules each."""
-LONGEST, FURTHEST = 2.0, 1e-5
-"""How many times as long as plainly an iteration may take, and how far an exact update may be from the plain one."""
+LONGEST, FURTHEST, ROUNDED = 2.0, 1e-5, 1e-10
+"""How many times as long as plainly an iteration may take, and how far an exact update may be from the plain one: in
+float32, where an attack multiplies what rounding changes, and in float64."""
+TURNED = {"memory": {}, "memory-h200": {("resnet34", 1), ("resnet34", 5)}}
+"""The modules whose attack turned signs of gradients next to nothing, so that they are further apart in float32."""
 
 
 def _read(name: str) -> dict[str, Any]:
@@ -37,9 +40,18 @@ def test_every_module_was_measured_within_its_budget(name: str) -> None:
             assert module["planned_seconds"] <= LONGEST * module["plain_seconds"]
 
 
-def test_on_a_cpu_predictions_are_measured_and_updates_are_the_plain_ones() -> None:
+def test_on_a_cpu_predictions_are_measured() -> None:
     for model in BARS:
         for entry in _read("memory")["models"][model]["budgets"]:
             for module in entry["modules"]:
                 assert module["measured_bytes"] == pytest.approx(module["predicted_bytes"], rel=0.05)
-                assert module["difference"] <= FURTHEST
+
+
+@pytest.mark.parametrize("name", ["memory", "memory-h200"])
+def test_updates_are_the_plain_ones(name: str) -> None:
+    for model, budget in BARS.items():
+        found = {entry["budget_bytes"]: entry["modules"] for entry in _read(name)["models"][model]["budgets"]}
+        far = {(model, module["module"]) for module in found[budget] if module["difference"] > FURTHEST}
+        assert far == {each for each in TURNED[name] if each[0] == model}
+        for modules in found.values():
+            assert all((module.get("difference_in_float64") or 0) <= ROUNDED for module in modules)

@@ -70,6 +70,7 @@ def test_a_gpu_is_planned_for_without_one():
     text = call(*SMALL, *options, "--device", "cuda").stdout
     assert "predictions are for a GPU, without workspaces" in " ".join(text.split())
     assert "without workspaces" not in call(*SMALL, *options).stdout
+    assert [line.rstrip(" |").endswith("tensors do") for line in text.splitlines() if "Conv 1 " in line] == [True]
 
 
 @pytest.mark.slow

@@ -453,6 +453,9 @@ def test_where_more_is_measured_than_predicted_the_smaller_budget_is_used(monkey
     factor[0] = 1.04
     assert iteration.checked(int(plain * 1.1)).budget == int(plain * 1.1)
     assert iteration.checked(plain).measured <= plain
+    factor[0] = 1.10  # within the budget, and still more than 5 % above its prediction
+    roomy = 2 * plain
+    assert iteration.checked(roomy).budget == pytest.approx(roomy / 1.10, abs=2)
     factor[0] = 0.5
     assert iteration.checked(plain).plan == PLAIN
     factor[0] = 100.0

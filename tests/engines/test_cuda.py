@@ -11,6 +11,7 @@ import torch
 from fedprophet.engines import cuda
 from fedprophet.engines.cuda import cuda_backend
 from fedprophet.errors import ConfigError
+from fedprophet.runs import session
 from fedprophet.runs.session import assemble
 from fedprophet.server.coordinator import play_round
 
@@ -21,6 +22,7 @@ SMALL = {"population.cohort": 3, "rounds": 4, "train.warmup": 2, "train.iteratio
 
 def test_without_a_gpu_it_says_what_to_do(monkeypatch, tiny):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(session, "load_dataset", lambda *_: pytest.fail("it takes its time first"))
     for ask in (lambda: cuda_backend(torch.float32), lambda: assemble(tiny({"engine": "cuda"}))):
         with pytest.raises(ConfigError, match='engine = "cuda" needs an NVIDIA GPU, and torch finds none'):
             ask()

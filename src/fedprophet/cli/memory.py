@@ -154,7 +154,7 @@ def _page(found: dict[str, Any]) -> Page:
         "plan": Column("Plan", form=lambda plan: plan["text"], words=True),
         "predicted_bytes": Column("predicted", "Planned", form=_size),
         "measured_bytes": Column("measured", "Planned", form=_size),
-        "fits": Column("Fits", form=lambda fits: "yes" if fits else "no"),
+        "fits": Column("Fits", form=lambda fits: _fits(found) if fits else "no"),
     }
     rows = tuple(tuple(module[key] for key in columns) for module in found["modules"])
     where = f"measured on {found['device']}" if found["device"] else "not measured"
@@ -162,12 +162,21 @@ def _page(found: dict[str, Any]) -> Page:
     return Page(title, (Table("", tuple(columns.values()), rows),), notes=tuple(_notes(found)))
 
 
+def _fits(found: dict[str, Any]) -> str:
+    """Return what a plan that fits is called: on a GPU nobody knows before it was tried what workspaces will take."""
+    return "tensors do" if found["planned_for"] == "cuda" and not found["device"] else "yes"
+
+
 def _notes(found: dict[str, Any]) -> list[str]:
     notes = []
     if found["planned_for"] == "cuda":
         notes.append(
             "predictions are for a GPU, without workspaces: convolutions take those that the allocator grants"
-            + (". Plain is measured without a limit, plans under one" if found["device"] else "")
+            + (
+                ". Plain is measured without a limit, plans under one"
+                if found["device"]
+                else ", which may make other plans necessary. Without --no-measure they are tried"
+            )
         )
     for whole, parts in groupby(found["modules"], key=lambda module: module["cut_from"]):
         if whole:

@@ -46,7 +46,8 @@ class MemorySettings(Section):
     model: Literal["paper", "measured"] = Field(
         default="paper",
         description="What FedProphet's modules and their assignment are counted by: the paper's model of memory, or "
-        "the memory that the most economical way to train them is predicted to take on a CPU.",
+        "the memory that the most economical way to train them is predicted to take, on a GPU where engine is cuda, "
+        "and on a CPU otherwise.",
     )
     enforce: bool = Field(
         default=False,

@@ -19,7 +19,13 @@ ACTIVATIONS_SHARE, RESIDENT_SHARE, PLANS_SHARE = 0.25, 0.25, 0.25
 PRECISIONS = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-@engine("cuda", "groups of clients at once on an NVIDIA GPU", settings=("precision",), place="cuda")
+def expect_gpu() -> None:
+    """Raise ConfigError where torch finds no GPU."""
+    if not torch.cuda.is_available():
+        raise ConfigError('engine = "cuda" needs an NVIDIA GPU, and torch finds none. Use "auto" or "plain"')
+
+
+@engine("cuda", "groups of clients at once on an NVIDIA GPU", settings=("precision",), place="cuda", expect=expect_gpu)
 def make_cuda(parts: EngineParts) -> StackedEngine:
     """Make the engine on the first GPU. The plain path, for what cannot be fused, runs there as well."""
     if parts.config.memory.enforce:
@@ -34,8 +40,7 @@ def make_cuda(parts: EngineParts) -> StackedEngine:
 
 def cuda_backend(compute: torch.dtype) -> Backend:
     """Return the backend of the first GPU; ConfigError where there is none, or no Triton."""
-    if not torch.cuda.is_available():
-        raise ConfigError('engine = "cuda" needs an NVIDIA GPU, and torch finds none. Use "auto" or "plain"')
+    expect_gpu()
     try:
         from fedprophet.fast.gpu import TritonKernels
     except ImportError as error:

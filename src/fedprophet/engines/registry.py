@@ -46,7 +46,7 @@ class EngineEntry:
     """An engine. If it is `single_threaded`, clients run side by side with one thread each.
 
     `settings` are the keys of the configuration that only this engine reads. `place` is the kind of device that clients
-    train on, if that is not the CPU.
+    train on, if that is not the CPU. `expect` raises ConfigError on a machine that lacks what the engine needs.
     """
 
     help: str
@@ -54,6 +54,7 @@ class EngineEntry:
     single_threaded: bool = False
     settings: tuple[str, ...] = ()
     place: str | None = None
+    expect: Callable[[], None] = lambda: None
 
     @property
     def line(self) -> str:
@@ -65,12 +66,18 @@ ENGINES: dict[str, EngineEntry] = {}
 
 
 def engine(
-    name: str, help: str, *, single_threaded: bool = False, settings: tuple[str, ...] = (), place: str | None = None
+    name: str,
+    help: str,
+    *,
+    single_threaded: bool = False,
+    settings: tuple[str, ...] = (),
+    place: str | None = None,
+    expect: Callable[[], None] = lambda: None,
 ) -> Callable[[M], M]:
     """Register a function that makes an engine. Packages above this one register theirs in the same way."""
 
     def register(make: M) -> M:
-        ENGINES[name] = EngineEntry(help, make, single_threaded, settings, place)
+        ENGINES[name] = EngineEntry(help, make, single_threaded, settings, place, expect)
         return make
 
     return register
@@ -99,6 +106,11 @@ def place_of(config: Config) -> torch.device | None:
     """Return the device that clients train on, for which their memory is predicted; None is the CPU."""
     place = ENGINES[chosen_engine(config)].place
     return None if place is None else torch.device(place)
+
+
+def expect_engine(config: Config) -> None:
+    """Raise ConfigError where this machine lacks what the engine needs, before anything is done for it."""
+    ENGINES[chosen_engine(config)].expect()
 
 
 def threads_of(config: Config) -> AbstractContextManager[None]:

@@ -22,7 +22,7 @@ from fedprophet.client.planning import PlannedCost, TriedCost
 from fedprophet.client.workspace import Workspace
 from fedprophet.config.config import Config
 from fedprophet.data.dataset import Dataset
-from fedprophet.engines import EngineParts, chosen_engine, cores, make_engine, place_of, threads_of
+from fedprophet.engines import EngineParts, chosen_engine, cores, expect_engine, make_engine, place_of, threads_of
 from fedprophet.engines.registry import EngineMaker
 from fedprophet.errors import ConfigError, FedProphetError, ModelError, memory_for
 from fedprophet.fleet.device import load_pool
@@ -96,6 +96,8 @@ def assemble(
     """
     # Resolved here: within the block torch may have another number of threads.
     resolved = config.model_copy(update={"threads": cores(config)})
+    if engine is make_engine:
+        expect_engine(config)  # what follows may take its time
     with threads_of(config), memory_for("the run was put together", LESS_MEMORY):
         dataset = load_dataset(config, dataset)
         layers = ClientStore(clients, LAYERS_MEMORY)
