@@ -203,7 +203,8 @@ def measured(
     if device.type == "cuda":
         for module in (module for budget in budgets for module in partition(model.cost, budget * MB)):
             model.plain(module.first, module.last)
-    occasion = {"date": describe()["date"], "commit": commit(), "repeat": repeat}
+    machine = describe()
+    occasion = {"date": machine["date"], "commit": commit(), "repeat": repeat, "processor": machine["processor"]}
     found: dict[str, Any] = {
         "paper_bytes": model.cost.total_memory,
         "measured_bytes": whole["plain_measured_bytes"],

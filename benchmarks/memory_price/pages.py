@@ -9,16 +9,18 @@ from fedprophet.display.tables import Column, Page, Table
 from memory_price.models import MB, SETTINGS
 from memory_price.trials import TIMED_STEPS
 
-OCCASION = ("date", "commit", "repeat")
+OCCASION = ("date", "commit", "repeat", "processor")
 
 
 def known(path: Path) -> dict[str, Any]:
-    """Return what was measured before; a budget that does not say when was measured when its model was.
+    """Return what was measured before; a budget that does not say when, or on what, was measured as its model was.
 
     So was what was swapped for it.
     """
-    models = json.loads(path.read_text())["models"] if path.exists() else {}
+    document = json.loads(path.read_text()) if path.exists() else {"models": {}}
+    models: dict[str, Any] = document["models"]
     for model in models.values():
+        model.setdefault("processor", document["machine"]["processor"])
         model["budgets"] = [{**_when(model), **entry} for entry in model["budgets"]]
         for entry in model["budgets"]:
             entry["swapped"] = entry["swapped"] and {**_when(entry), **entry["swapped"]}
@@ -47,7 +49,7 @@ def page(document: dict[str, Any]) -> Page:
     few = f", {TIMED_STEPS['cpu']} steps of the attack before" if on_cpu else ", by torch's own convolutions"
     noisy = "" if on_cpu else " Seconds of one plan differ by up to a third from one timing to the next."
     note = (
-        f"{place}{machine['processor']}, {machine['cores']} cores, one thread, load {machine['load']}; Python "
+        f"{place}{machine['cores']} cores, one thread, last with a load of {machine['load']}; Python "
         f"{machine['python']}, torch {machine['torch']}. Computation: {time_}; swapping: wall time, O_DIRECT, beside "
         "other work. Difference: of one iteration's update by the plan from the plain one, by the length of that"
         f"{few}; also in float64, where rounding is next to nothing and any other difference would stay.{noisy}"
@@ -98,7 +100,8 @@ def _occasions(entry: dict[str, Any]) -> str:
 
 
 def _occasion(measured: dict[str, Any]) -> str:
-    return f"commit {measured['commit']}, {measured['date']}, quickest of {max(measured['repeat'], 1)}"
+    when = f"commit {measured['commit']}, {measured['date']}, quickest of {max(measured['repeat'], 1)}"
+    return f"{when}, {measured['processor']}"
 
 
 def _summary(entry: dict[str, Any]) -> tuple[Any, ...]:
