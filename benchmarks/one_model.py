@@ -43,7 +43,7 @@ Row = dict[str, Any]
 Job = tuple[str, str, int]
 """The method, the choice and the seed of a run, of which there is one row at most."""
 CALIBRATED, SHARED, ATTACKED = "train.calibration=labels", "norm.layers=shared", "norm.refresh=attacked"
-ALPHA, RAMP = "perturbation.start=0.7", "attack.ramp=30%"
+ALPHA, RAMP, WEIGHTED = "perturbation.start=0.7", "attack.ramp=30%", "train.weighting=boundary"
 FROM_PAPER: dict[str, list[str]] = {
     "local": [],
     "local, statistics refreshed": [ATTACKED],
@@ -74,9 +74,11 @@ FROM_PRESET: dict[str, list[str]] = {
     "preset, refreshed": [ATTACKED],
     "preset, frozen": ["norm.layers=frozen"],
     "preset, smoothing 10": ["train.smoothing=10.0"],
+    "preset, boundary weights": [WEIGHTED],
+    "preset, boundary weights, consistency 1": [WEIGHTED, "train.consistency=1.0"],
 }
 """What differs from the preset, which has its methods' own keys: shared norm layers, calibrated labels, alpha from 0.7,
-24 iterations. Only FedProphet is measured with changes."""
+24 iterations. Only FedProphet is measured with changes, but for DBFAT's, which jFAT has too."""
 CHOICES = {**{name: [*PAPER, *keys] for name, keys in FROM_PAPER.items()}, **FROM_PRESET}
 STORED = Path(__file__).parent / "results" / "one-model.json"
 KINDS = ("personalised", "uncalibrated", "global")
@@ -88,8 +90,10 @@ STOPPED = 130
 def makes_sense(method: str, choice: str) -> bool:
     """Whether a method has the choice: FedRBN's statistics stay with the clients, and only a cascade has an alpha.
 
-    Changes of the preset are FedProphet's alone.
+    Changes of the preset are FedProphet's alone; those of DBFAT are jFAT's as well, which they make DBFAT.
     """
+    if method == "jfat" and WEIGHTED in CHOICES[choice]:
+        return True
     if ("alpha" in choice or choice in FROM_PRESET.keys() - {DEFAULT}) and not METHODS[method].cascade:
         return False
     return method != "fedrbn" or not choice.startswith(("shared", "frozen"))

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fedprophet.cascade.measure import bytes_of
+from fedprophet.client.aims import Labels
 from fedprophet.client.budget import LocalIteration
 from fedprophet.client.captured import Ascent, ascent_of
 from fedprophet.client.descent import Descent
@@ -45,7 +46,7 @@ class Trial:
 
     def step(self, x: Tensor | None = None) -> None:
         x = self.inputs if x is None else x
-        loss = self._ascend.step(lambda: training_loss(self.training, self.part, x, self.labels, self.plan))
+        loss = self._ascend.step(lambda: training_loss(self.training, self.part, x, Labels(self.labels), self.plan))
         loss.backward(self.descent)
 
     def seconds(self, repeat: int) -> float:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fedprophet.cascade import measure
 from fedprophet.cascade.measure import CUDA, Account, LiveBytes, account_of, bytes_of, measured_peak, without_allocating
+from fedprophet.storage.mapped import empty_in_file
 
 CPU = torch.device("cpu")
 KB = 1000 * 4
@@ -47,6 +48,18 @@ def test_a_view_costs_nothing_and_keeps_what_it_is_a_view_of() -> None:
         b = _tensor(2)
         b.add_(1)
         assert (live.now, live.peak) == (2 * KB, 3 * KB)
+
+
+def test_memory_that_is_a_file_counts_only_where_it_is_held() -> None:
+    held = empty_in_file((1000,), torch.float32)
+    with LiveBytes([held]) as live:
+        file = empty_in_file((2, 1000), torch.float32)
+        file[1] = held[:1000]
+        assert (live.now, live.peak) == (KB, KB)
+        rows = file[torch.tensor([1, 1, 0])]
+        assert live.now == 4 * KB
+        del rows
+    assert torch.equal(file[1], held)
 
 
 def test_what_is_held_from_the_beginning_counts_once() -> None:

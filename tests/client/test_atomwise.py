@@ -12,6 +12,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from fedprophet.cascade.atoms import Chain, chain_of, explicit_chain
 from fedprophet.cascade.heads import Head, HeadShape
+from fedprophet.client.aims import Labels
 from fedprophet.client.atomwise import AtomwiseStep, pieces
 from fedprophet.client.memory_plan import PLAIN, MemoryPlan, Step
 from fedprophet.client.part import ModelPart
@@ -190,6 +191,7 @@ def test_every_plan_gives_what_the_plain_step_gives(name: str, plan: MemoryPlan)
         {"fixed_statistics": True},
         {"momentum": 0.0, "weight_decay": 0.0},
         {"strong_convexity": 0.0},
+        {"consistency": 2.0},
     ],
     ids=str,
 )
@@ -274,7 +276,7 @@ def test_nothing_is_stepped_before_the_way_back_and_each_atom_once_on_it() -> No
     step = AtomwiseStep(part, 2)
     before = {name: value.clone() for name, value in network.named_parameters()}
     with part.mode(training=True):
-        step.forward(torch.randn(5, 3, 8, 8, dtype=torch.float64), torch.arange(5) % CLASSES, 0.0)
+        step.forward(torch.randn(5, 3, 8, 8, dtype=torch.float64), Labels(torch.arange(5) % CLASSES), 0.0)
         assert all(torch.equal(value, before[name]) for name, value in network.named_parameters())
         names = {id(value): name for name, value in network.named_parameters()}
         step.backward(lambda parameters: stepped.append([names[id(p)] for p in parameters if p.grad is not None]))
@@ -290,7 +292,7 @@ def test_inputs_are_not_written_to() -> None:
     for piece in (1, 5):
         step = AtomwiseStep(part, piece)
         with part.mode(training=True):
-            step.forward(x, torch.arange(5) % CLASSES, 0.0)
+            step.forward(x, Labels(torch.arange(5) % CLASSES), 0.0)
             step.backward(lambda parameters: [setattr(p, "grad", None) for p in parameters] and None)
     assert torch.equal(x, before)
 

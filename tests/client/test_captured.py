@@ -1,7 +1,9 @@
 """Attacks that replay a graph give what the eager ones give, in memory that the step shares; most of it needs a GPU."""
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -12,16 +14,20 @@ from fedprophet.cascade.allocator import allocator_limit, spare_memory
 from fedprophet.cascade.atoms import chain_of, explicit_chain
 from fedprophet.cascade.cost import cost_of
 from fedprophet.cascade.partition import partition
+from fedprophet.client import captured as captured_steps
 from fedprophet.client import trainer
+from fedprophet.client.aims import Labels, Weighted
+from fedprophet.client.boundary import boundary_weights
 from fedprophet.client.budget import LocalIteration, iteration_of
 from fedprophet.client.captured import Ascent, CapturedAscent, ascent_of
 from fedprophet.client.descent import Descent, Loss
+from fedprophet.client.inputs import FetchedInputs
 from fedprophet.client.limits import limited
 from fedprophet.client.memory_plan import PLAIN, MemoryPlan, Step
 from fedprophet.client.part import ModelPart
 from fedprophet.client.planning import Planner
 from fedprophet.client.statistics import TwoSets
-from fedprophet.client.trainer import FetchedInputs, attacked, train, training_loss
+from fedprophet.client.trainer import attacked, train, training_loss
 from fedprophet.messages.tasks import Train
 from fedprophet.messages.values import LocalTraining
 from fedprophet.models import build
@@ -86,7 +92,7 @@ def _iterate(part: ModelPart, ascend: Ascent, descent: Descent, threat: ThreatMo
     labels = labels.roll(number)
     found = attacked(part, x, labels, threat, torch.Generator().manual_seed(number), 4, ascend)
     plan = MemoryPlan(attack=4)
-    ascend.step(lambda: training_loss(HYPER, part, found, labels, plan)).backward(descent)
+    ascend.step(lambda: training_loss(HYPER, part, found, Labels(labels), plan)).backward(descent)
     return found
 
 
@@ -125,10 +131,74 @@ def test_a_training_with_captured_attacks_ends_where_an_eager_one_does(
             monkeypatch.setattr(trainer, "ascent_of", _eagerly)
         part = _part(CUDA)
         sets = TwoSets(part.chain, {})
-        loss = train(task, part, x, labels, sets.observe, plan=replace(step, attack=4))
+        loss = train(task, part, x, labels, sets, plan=replace(step, attack=4))
         ends.append((loss, torch.cat([t.detach().double().flatten() for t in (*part.tensors, *sets.aside)])))
     assert ends[0][0] == ends[1][0]
     assert torch.equal(ends[0][1], ends[1][1])
+
+
+@needs_gpu
+def test_a_graph_counts_the_steps_that_samples_withstand(deterministic: None) -> None:
+    """Those of this batch alone, whatever the one before it left; the last piece has 2 of 10, and is eager."""
+    counts = []
+    for size in (0, 4):
+        part = _part(CUDA)
+        ascend, descent = ascent_of(part, PIXELS, HYPER.strong_convexity, size), Descent.of(part, HYPER)
+        counts.append([])
+        for number in range(4):
+            x, labels = _batch(10, CUDA, seed=number)
+            withstood = torch.zeros_like(labels)
+            with part.still():
+                labels[::2] = part.logits(x).argmax(dim=1)[::2]
+            found = attacked(part, x, labels, PIXELS, torch.Generator().manual_seed(number), 4, ascend, withstood)
+            aim = Weighted(Labels(labels), boundary_weights(withstood, PIXELS.steps))
+            ascend.step(partial(training_loss, HYPER, part, found, aim, PLAIN)).backward(descent)
+            counts[-1].append(withstood.tolist())
+        if isinstance(ascend, CapturedAscent):
+            assert ascend._graph is not None
+    assert counts[0] == counts[1]
+    assert {0, PIXELS.steps} <= {count for batch in counts[0] for count in batch}
+
+
+class _Replayed:
+    """Work in the place of a graph that a GPU would have recorded of it."""
+
+    def __init__(self, work: Callable[[], None], *_: object) -> None:
+        self.replay = work
+
+
+class _NoPool:
+    id = None
+
+    def __init__(self, device: torch.device) -> None: ...
+
+    def used(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def test_what_is_replayed_begins_to_count_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With no GPU: the bookkeeping around a graph, which reads and writes memory of its own."""
+    cpu = torch.device("cpu")
+    for name, value in {"on_own_stream": lambda _: nullcontext(), "own_stream": lambda _: None}.items():
+        monkeypatch.setattr(captured_steps, name, value)
+    monkeypatch.setattr(captured_steps, "_Pool", _NoPool)
+    monkeypatch.setattr(captured_steps, "record", _Replayed)
+    monkeypatch.setattr(CapturedAscent, "_allocated", lambda self: set())
+    for name in ("empty_cache", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    part, nothing = _part(cpu), Loss(torch.zeros(()), lambda descent: None)
+    replaying, eager = CapturedAscent(part, PIXELS, 0.0, 4, cpu), Ascent(part, PIXELS, 0.0)
+    for number in range(3):
+        x, labels = _batch(4, cpu, seed=number)
+        with part.still(), part.untrained():
+            labels[:3] = part.logits(x).argmax(dim=1)[:3]
+            found, expected = torch.zeros_like(labels), torch.zeros_like(labels)
+            ended = replaying(x, x, labels, found).clone()
+            assert torch.equal(ended, eager(x, x, labels, expected))
+        assert found.tolist() == expected.tolist()
+        assert 0 < int(found.sum()) < 12
+        replaying.step(lambda: nothing)
+    assert isinstance(replaying._graph, _Replayed)
 
 
 def _eagerly(part: ModelPart, threat: ThreatModel, strong_convexity: float, size: int, sliced: bool) -> Ascent:
@@ -140,9 +210,9 @@ def test_all_of_an_iteration_is_computed_where_its_ascent_says(monkeypatch: pyte
     where: list[str] = []
 
     class Told(Ascent):
-        def __call__(self, clean: Tensor, perturbed: Tensor, labels: Tensor) -> Tensor:
+        def __call__(self, clean: Tensor, perturbed: Tensor, labels: Tensor, withstood: Tensor | None = None) -> Tensor:
             where.append("attack")
-            return super().__call__(clean, perturbed, labels)
+            return super().__call__(clean, perturbed, labels, withstood)
 
         def before(self, compute: Callable[[], None]) -> None:
             where.append("before")
@@ -152,14 +222,16 @@ def test_all_of_an_iteration_is_computed_where_its_ascent_says(monkeypatch: pyte
             where.append("step")
             return super().step(compute)
 
-    def observe(part: ModelPart, x: Tensor, plan: MemoryPlan) -> None:
-        assert torch.equal(x.sort(dim=0).values, images.sort(dim=0).values)
-        where.append("observe")
+    class Sets(TwoSets):
+        def observe(self, part: ModelPart, x: Tensor, plan: MemoryPlan) -> None:
+            assert torch.equal(x.sort(dim=0).values, images.sort(dim=0).values)
+            where.append("observe")
 
     monkeypatch.setattr(trainer, "ascent_of", lambda part, threat, *_: Told(part, threat, 0.01))
     images, labels = _batch(8, torch.device("cpu"))
     task = Train(round=1, client=2, seed=3, training=replace(HYPER, iterations=1), threat=PIXELS)
-    train(task, _part(torch.device("cpu")), images, labels, observe, MemoryPlan(attack=4))
+    part = _part(torch.device("cpu"))
+    train(task, part, images, labels, Sets(part.chain, {}), MemoryPlan(attack=4))
     assert where == ["before", "observe", "attack", "attack", "step"]
 
 
@@ -171,7 +243,7 @@ def test_what_a_step_keeps_where_the_graph_writes_is_an_error() -> None:
 
     def compute(x: Tensor) -> Loss:
         kept.append(x * 2)
-        return training_loss(HYPER, part, x, labels, PLAIN)
+        return training_loss(HYPER, part, x, Labels(labels), PLAIN)
 
     x, labels = _batch(8, CUDA)
 
@@ -195,7 +267,7 @@ def test_a_graph_and_the_step_share_their_memory() -> None:
 
     def iterate() -> None:
         found = attacked(part, x, labels, PIXELS, torch.Generator(), 256, ascend)
-        ascend.step(lambda: training_loss(HYPER, part, found, labels, MemoryPlan(256))).backward(descent)
+        ascend.step(lambda: training_loss(HYPER, part, found, Labels(labels), MemoryPlan(256))).backward(descent)
 
     for _ in range(3):
         iterate()

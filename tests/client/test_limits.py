@@ -17,6 +17,7 @@ from fedprophet.cascade.heads import Head, build_head
 from fedprophet.cascade.measure import LiveBytes, bytes_of, measured_peak
 from fedprophet.client.budget import LocalIteration, Planned
 from fedprophet.client.features import FeatureCache
+from fedprophet.client.inputs import FetchedInputs
 from fedprophet.client.job import Client
 from fedprophet.client.layer_store import ClientStore
 from fedprophet.client.limits import Terms, _alone, _on_cuda, limited, name_of, within
@@ -86,7 +87,7 @@ class _Fixed(Planner):
 
 def _train(task: Train, part: ModelPart, planner: Planner, beside: Sequence[Tensor] = ()) -> Terms:
     images, labels = _inputs(part)
-    with limited(task, part, images, beside, planner) as terms:
+    with limited(task, part, images, beside, planner, classes=10) as terms:
         train(task, part, images, labels, plan=terms.plan)
     return terms
 
@@ -125,23 +126,46 @@ def test_without_a_limit_nothing_is_counted_or_planned() -> None:
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
-@pytest.mark.parametrize("case", ["model", "head", "prior", "anchors", "summed", "fixed", "clean"])
+@pytest.mark.parametrize("case", ["model", "head", "prior", "anchors", "summed", "fixed", "clean", "boundary", "drawn"])
 def test_what_is_counted_is_what_was_predicted(plan: MemoryPlan, case: str) -> None:
     """Over several iterations, and within what the plan is chosen by; nothing of a batch stays for the next one."""
     hyper = replace(
         HYPER, proximal=0.1 * (case == "anchors"), summed_heads=case == "summed", fixed_statistics=case == "fixed"
     )
-    task = _task(training=hyper, threat=None if case == "clean" else THREAT, memory=10**9)
+    hyper = replace(hyper, boundary_weights=case == "boundary", consistency=0.5 * (case in ("boundary", "drawn")))
+    task = _task(training=hyper, threat=None if case in ("clean", "drawn") else THREAT, memory=10**9)
     headed = case in ("head", "summed")
     prior = torch.rand(10) if case == "prior" else None
     part = ModelPart(_chain(), 0, 2 if headed else 3, _head() if headed else None, prior)
     planner = _Fixed(plan)
     peak = _train(task, part, planner).peak
-    predicted = LocalIteration(replace(part, prior=None), SHAPE, hyper, task.threat).predicted(plan)
+    predicted = LocalIteration(replace(part, prior=None), SHAPE, hyper, task.threat, classes=10).predicted(plan)
     unpredicted = task.memory - planner.limit
     assert peak <= predicted + unpredicted
     assert peak == pytest.approx(predicted, rel=0.05)
     assert unpredicted < 0.02 * predicted
+
+
+@pytest.mark.parametrize("plan", [PLANS[0], PLANS[3], PLANS[4]], ids=str)
+def test_rows_of_probabilities_count_where_classes_are_many_and_those_of_all_samples_lie_in_a_file(
+    plan: MemoryPlan,
+) -> None:
+    """3,000 classes: a row is 12 kB, those of a batch 96 kB and those of 20 samples 240 kB."""
+    torch.manual_seed(0)
+    part = ModelPart(explicit_chain(nn.Sequential(nn.Sequential(nn.Flatten(), nn.Linear(768, 3000)))), 0, 1, None)
+    peaks, predictions = [], []
+    for strength in (0.0, 0.5):
+        hyper = replace(HYPER, momentum=0.0, consistency=strength)
+        task, planner, (images, labels) = _task(training=hyper, memory=10**9), _Fixed(plan), _inputs(part)
+        inputs = FetchedInputs(SAMPLES, images.__getitem__)
+        with limited(task, part, inputs, (), planner, classes=3000) as terms:
+            train(task, part, inputs, labels, plan=plan)
+        peaks.append(terms.peak)
+        iteration = LocalIteration(part, SHAPE, hyper, THREAT, classes=3000)
+        predictions.append(iteration.predicted(plan))
+        assert terms.peak <= predictions[-1] + task.memory - planner.limit
+        assert terms.peak == pytest.approx(predictions[-1], rel=0.05)
+    assert peaks[1] - peaks[0] == pytest.approx(predictions[1] - predictions[0], abs=2000)
 
 
 @pytest.mark.parametrize("plan", [PLANS[0], PLANS[-1]], ids=str)
@@ -222,11 +246,12 @@ def _distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
     return float(torch.cat([(one[name] - other[name]).flatten() for name in one]).norm())
 
 
-@pytest.mark.parametrize("case", ["model", "two statistics", "calibrated", "summed", "anchors"])
+@pytest.mark.parametrize("case", ["model", "two statistics", "calibrated", "summed", "anchors", "boundary"])
 @pytest.mark.parametrize("plan", PLANS[1:], ids=str)
 def test_a_client_learns_by_every_plan_what_it_learns_plainly(case: str, plan: MemoryPlan) -> None:
     """The same update, up to rounding, with all that methods add to training; and the layers that stay with it."""
     hyper = replace(HYPER, summed_heads=case == "summed", proximal=0.5 * (case == "anchors"))
+    hyper = replace(hyper, boundary_weights=case == "boundary", consistency=1.0 * (case == "boundary"))
     ends: list[Trained] = []
     for way, memory in ((PLAIN, 0), (plan, 10**9)):
         workspace, client = _workspace(frugal=memory > 0)

@@ -176,6 +176,7 @@ def test_slices_learn_what_whole_weights_learn(
         {"fixed_statistics": True},
         {"momentum": 0.0},
         {"momentum": 0.0, "weight_decay": 0.0, "proximal": 0.5},
+        {"consistency": 2.0},
     ],
     ids=str,
 )

@@ -92,6 +92,28 @@ def test_other_models_go_to_the_plain_path_and_it_is_said_once(
     assert reason == "layer AdaptiveMaxPool2d"
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"boundary_weights": True}, "LocalTraining.boundary_weights"),
+        ({"consistency": 0.5}, "LocalTraining.consistency"),
+    ],
+)
+def test_weights_by_the_boundary_and_a_draw_take_the_plain_path(
+    changes, reason, session_of, caplog, same_tensors, stacked, joint, paired
+):
+    session = session_of({"method": "jfat"})
+    threat = session.world.image_threat(2)
+    tasks = [
+        replace(task, threat=threat, training=replace(task.training, **changes))
+        for task in joint(session, clients=(0, 1))
+    ]
+    with caplog.at_level(logging.WARNING, "fedprophet"):
+        for mine, theirs in paired(stacked(session).map(tasks), session.engine.map(tasks)):
+            assert same_tensors(mine.parameters, theirs.parameters)
+    assert said(caplog) == [reason]
+
+
 def test_a_prefix_that_cannot_be_fused_takes_its_module_with_it(settings, caplog, same_tensors, stacked):
     """The module in training is of the right form; what lies in front of it is not."""
     torch.manual_seed(0)

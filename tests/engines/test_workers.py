@@ -53,6 +53,14 @@ METHODS = {
     "refreshed": {**REFRESH, "method": "heterofl", "train.warmup": 0, "norm.layers": "statistics-local"},
     "jfat": {"method": "jfat", "rounds": 2, "population.cohort": 3},
     "mirrored": {"method": "jfat", "rounds": 2, "data.mirror": True, "train.calibration": "labels"},
+    "drawn back": {
+        "method": "jfat",
+        "rounds": 2,
+        "train.warmup": 0,
+        "train.calibration": "labels",
+        "train.weighting": "boundary",
+        "train.consistency": 1.0,
+    },
     "heterofl": {"method": "heterofl", "rounds": 2, "population.cohort": 3},
     "fedrbn": {"method": "fedrbn", "rounds": 2, "population.cohort": 3, "memory.budget": "100%"},
     "refreshed after each stage": {

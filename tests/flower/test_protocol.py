@@ -74,7 +74,7 @@ TENSORS = {
     "weiß/λ.0 \n": torch.ones(1),
 }
 THREAT = ThreatModel("l2", 0.1, 0.1 / 3, 10, (-INF, 0.3))
-TRAINING = LocalTraining(30, 64, 0.1, 0.9, 1e-4, 1e-5)
+TRAINING = LocalTraining(30, 64, 0.1, 0.9, 1e-4, 1e-5, boundary_weights=True, consistency=0.5)
 COMMON: dict[str, Any] = {
     "round": 7,
     "client": 3,
@@ -326,11 +326,11 @@ def with_header(record: RecordDict, **values: Any) -> RecordDict:
 
 
 def test_other_fields_are_another_protocol():
-    """Tasks, answers and the values in them as version 7 has them. Where this fails, raise PROTOCOL, too."""
+    """Tasks, answers and the values in them as version 8 has them. Where this fails, raise PROTOCOL, too."""
     kinds = [*TASKS.values(), *ANSWERS.values(), FrozenModule, LocalTraining, Resources, Timeline, ThreatModel]
     described = sorted((kind.__name__, [field.name for field in fields(kind)]) for kind in kinds)
     digest = hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
-    assert (PROTOCOL, digest) == (7, "d8f6bd2e452ba7d8")
+    assert (PROTOCOL, digest) == (8, "ef593f445f7ef0bc")
 
 
 @pytest.mark.parametrize("theirs", [1, PROTOCOL + 1])

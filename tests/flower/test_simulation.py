@@ -47,6 +47,8 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "norm.layers": "statistics-local",
         "norm.newcomers": "average",
         "norm.refresh": "attacked",
+        "train.weighting": "boundary",
+        "train.consistency": 0.5,
     },
     "refreshed after each stage": {
         "rounds": 1,

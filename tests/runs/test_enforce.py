@@ -304,6 +304,7 @@ def test_a_run_goes_on_after_a_stop_with_the_same_bytes(budget, modules, tiny, s
 def test_who_has_just_what_a_module_needs_can_train_it(tiny) -> None:
     """There is a plan, whatever else the client holds."""
     settings = {"train.calibration": "labels", "train.proximal": 0.1, "train.head_gradients": "summed"}
+    settings |= {"train.weighting": "boundary", "train.consistency": 0.5}
     session = assemble(tiny({**LIMITED, **TIGHT, **settings}))
     module, method = session.world.modules[0], session.method
     needed = session.world.needs.memory(module.first, module.last)

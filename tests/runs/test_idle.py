@@ -60,8 +60,31 @@ CIRCUMSTANCES = {
         'shards.kind = "iid"',
     ),
     "apps": ({**JFAT, "fleet.performance": "apps"}, {"fleet.performance_floor": 0.9}, 'fleet.performance = "apps"'),
-    "no attack": ({**JFAT, "attack.steps": 0}, {"attack.ramp": 1}, "attack.steps = 0"),
-    "an attack that cannot move": ({**JFAT, "attack.radius": 0.0}, {"attack.ramp": 1}, "attack.radius = 0"),
+    "no attack": (
+        {**JFAT, "attack.steps": 0},
+        {"attack.ramp": 1, "train.weighting": "boundary"},
+        "attack.steps = 0",
+    ),
+    "an attack that cannot move": (
+        {**JFAT, "attack.radius": 0.0},
+        {"attack.ramp": 1, "train.weighting": "boundary"},
+        "attack.radius = 0",
+    ),
+    "no module attacked": (
+        {**QUICK, "attack.steps": 0, "attack.feature_steps": 0},
+        {"train.weighting": "boundary"},
+        "attack.steps = 0 and attack.feature_steps = 0",
+    ),
+    "features that cannot be moved": (
+        {**QUICK, "attack.radius": 0.0},
+        {"train.weighting": "boundary"},
+        "attack.radius = 0",
+    ),
+    "one module, no attack": (
+        {**ONE_MODULE, "attack.steps": 0},
+        {"train.weighting": "boundary"},
+        "attack.steps = 0",
+    ),
     "one module": (
         ONE_MODULE,
         {
@@ -99,6 +122,9 @@ def test_idle_keys_are_noted_and_change_nothing(name, tiny, play_in_memory, same
         ({**JFAT, "aggregate.rule": "clip"}, {"clip.norm": 0.001}),
         (QUICK, {"perturbation.floor": 0.1}),
         (JFAT, {"data.mirror": True}),
+        (JFAT, {"train.weighting": "boundary"}),
+        ({**QUICK, "attack.steps": 0}, {"train.weighting": "boundary"}),
+        ({**JFAT, "train.iterations": 1, "attack.steps": 0}, {"train.consistency": 1.0}),
     ],
 )
 def test_keys_that_do_something_are_not_noted(has, key, tiny):

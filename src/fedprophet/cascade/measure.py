@@ -103,7 +103,8 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of the tensors that are alive while it is active: `now` and at their `peak`.
 
-    Meanwhile signals wait: it runs inside torch's operations, and when tensors are freed.
+    What is `held` counts wherever it lies; of other tensors those whose memory is a file do not, since the system may
+    take it back. Meanwhile signals wait: it runs inside torch's operations, and when tensors are freed.
     """
 
     def __init__(self, held: Iterable[Tensor] = (), account: Account = CPU) -> None:
@@ -132,7 +133,7 @@ class LiveBytes(TorchDispatchMode):
         before = self.now
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
+            if isinstance(leaf, Tensor) and leaf.untyped_storage().filename is None:
                 self._see(leaf)
         transients = self._account.transients
         if func in transients:

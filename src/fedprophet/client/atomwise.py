@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fedprophet.cascade.atoms import Atom
 from fedprophet.cascade.measure import predicting, repeated
 from fedprophet.cascade.trace import TracedProgram, is_constant
+from fedprophet.client.aims import Aim
 from fedprophet.client.part import ModelPart
 from fedprophet.client.pooled_norms import EnoughError, Moments, PooledNorm, PooledNorms
 
@@ -40,11 +41,11 @@ class AtomwiseStep:
         self._runs: list[_AtomRun] = []
         self._gradient: Tensor | None = None
 
-    def forward(self, x: Tensor, labels: Tensor, strong_convexity: float) -> Tensor:
+    def forward(self, x: Tensor, aim: Aim, strong_convexity: float) -> Tensor:
         """Return the mean loss; gradients of the exit are ready, and nothing is changed but norm statistics."""
-        part = self._part
+        part, samples = self._part, len(x)
         for number in range(part.first, part.last):
-            run = self.run_of(number, x, len(labels))
+            run = self.run_of(number, x, samples)
             x = run.forward(owned=number > part.first)
             if self._rounded and number > part.first:
                 run.round()
@@ -52,7 +53,7 @@ class AtomwiseStep:
         total = x.new_zeros(())
         for piece in pieces(len(x), self._piece):
             features = x[piece].detach().requires_grad_()
-            loss = part.exit_losses(features, labels[piece], strong_convexity).sum() / len(x)
+            loss = part.exit_losses(features, aim[piece], strong_convexity).sum() / len(x)
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
             assert features.grad is not None

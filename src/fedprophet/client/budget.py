@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedprophet.cascade.allocator import allocator_limit, ran_out
 from fedprophet.cascade.atoms import Chain
@@ -31,8 +30,9 @@ from fedprophet.cascade.measure import (
     measured_peak,
     without_allocating,
 )
+from fedprophet.client.boundary import aim_of, counter
 from fedprophet.client.captured import Ascent, ascent_of
-from fedprophet.client.descent import Descent
+from fedprophet.client.descent import Descent, Loss
 from fedprophet.client.memory_plan import MemoryPlan, Step
 from fedprophet.client.part import ModelPart
 from fedprophet.client.trainer import attacked, training_loss
@@ -96,7 +96,8 @@ class LocalIteration:
 
     `place` is the device that it is planned for, if that is not where the chain is. `sizes` are those of the batches
     that it will meet, the largest first, where that is known: convolutions have other workspaces for a smaller batch
-    at the end of a pass, and a trial must have met them.
+    at the end of a pass, and a trial must have met them. `classes` is how many its exit has: rows of probabilities that
+    predictions are drawn to have that length.
     """
 
     part: ModelPart
@@ -105,6 +106,7 @@ class LocalIteration:
     threat: ThreatModel | None
     place: torch.device | None = None
     sizes: tuple[int, ...] = ()
+    classes: int = 0
 
     def cheapest(self, budget: int) -> Planned:
         """Return the cheapest plan that is predicted to fit; BudgetError if none does."""
@@ -296,20 +298,26 @@ class LocalIteration:
     def _attack(self, plan: MemoryPlan, x: Tensor, labels: Tensor, ascend: Ascent) -> Tensor:
         if self.threat is None:
             return x
-        return attacked(self.part, x, labels, self.threat, torch.Generator(), plan.attack, ascend)
+        withstood = counter(self.training, self.threat, labels)
+        return attacked(self.part, x, labels, self.threat, torch.Generator(), plan.attack, ascend, withstood)
 
     def _step(self, plan: MemoryPlan, x: Tensor, labels: Tensor, descent: Descent, ascend: Ascent) -> None:
-        ascend.step(lambda: training_loss(self.training, self.part, x, labels, plan)).backward(descent)
+        self._loss(plan, x, labels, ascend).backward(descent)
+
+    def _loss(self, plan: MemoryPlan, x: Tensor, labels: Tensor, ascend: Ascent) -> Loss:
+        """Return the loss of a batch, as a training does that keeps nothing else for the way back."""
+        withstood = counter(self.training, self.threat, labels)
+        server = x.new_zeros(len(x), self.classes) if self.training.consistency else None
+        aim = aim_of(self.training, self.threat, labels, withstood, server)
+        return ascend.step(lambda: training_loss(self.training, self.part, x, aim, plan))
 
     def _attacks(self) -> Iterator[MemoryPlan]:
         """Yield the plans of an attack: in fewer and fewer samples at a time, then by slices of weights as well.
 
         Norm layers that keep no statistics use the batch's in evaluation mode too: their samples know each other.
         """
-        layers = self.part.chain.modules(self.part.first, self.part.last)
-        together = any(isinstance(layer, _BatchNorm) and layer.running_mean is None for layer in layers)
         for sliced in self._slicing:
-            for size in (0, *(() if together else _halves(self.training.batch))):
+            for size in (0, *(() if self.part.mixes_samples else _halves(self.training.batch))):
                 yield MemoryPlan(attack=size, attack_sliced=sliced)
 
     def _steps(self) -> Iterator[MemoryPlan]:
@@ -361,10 +369,11 @@ def iteration_of(
         head = head if chain.device.type == "meta" else _of_zeros(head, chain.device)
     part = ModelPart(chain, first, last, head)
     if not first:
-        return LocalIteration(part, cost.input[1:], training, input_threat(RADIUS, RADIUS, ATTACK_STEPS), place)
-    before = cost.atoms[first - 1]
-    threat = feature_threat(RADIUS, ATTACK_STEPS, before.bounds)
-    return LocalIteration(part, before.output[1:], training, threat, place)
+        threat, shape = input_threat(RADIUS, RADIUS, ATTACK_STEPS), cost.input[1:]
+    else:
+        before = cost.atoms[first - 1]
+        threat, shape = feature_threat(RADIUS, ATTACK_STEPS, before.bounds), before.output[1:]
+    return LocalIteration(part, shape, training, threat, place, classes=cost.classes)
 
 
 def _of_zeros(head: Head, device: torch.device) -> Head:

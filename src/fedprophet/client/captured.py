@@ -22,6 +22,8 @@ from torch import Tensor
 from fedprophet.attacks.pgd import climb
 from fedprophet.cascade.allocator import on_own_stream, own_stream
 from fedprophet.cascade.measure import predicting
+from fedprophet.client.aims import Labels
+from fedprophet.client.boundary import Counted
 from fedprophet.client.descent import Descent, Loss
 from fedprophet.client.part import ModelPart
 from fedprophet.client.sliced import by_slices
@@ -36,12 +38,13 @@ class Ascent:
     ) -> None:
         self._part, self._threat, self._strong_convexity, self._sliced = part, threat, strong_convexity, sliced
 
-    def __call__(self, clean: Tensor, perturbed: Tensor, labels: Tensor) -> Tensor:
-        """Return where it ends; it must be used up before the next call."""
+    def __call__(self, clean: Tensor, perturbed: Tensor, labels: Tensor, withstood: Tensor | None = None) -> Tensor:
+        """Return where it ends; it must be used up before the next call. Steps withstood are counted, if asked for."""
+        part, aim = self._part, Labels(labels) if withstood is None else Counted(labels, withstood)
 
         def objective(z: Tensor) -> Tensor:
             with by_slices(self._sliced):
-                return self._part.losses(z, labels, self._strong_convexity).sum()
+                return part.exit_losses(part.features(z), aim, self._strong_convexity).sum()
 
         return perturbed if self._threat is None else climb(objective, clean, perturbed, self._threat)
 
@@ -81,18 +84,21 @@ class CapturedAscent(Ascent):
         self._losses = self._captured_at = 0
         self._known: set[int] | None = None
 
-    def __call__(self, clean: Tensor, perturbed: Tensor, labels: Tensor) -> Tensor:
+    def __call__(self, clean: Tensor, perturbed: Tensor, labels: Tensor, withstood: Tensor | None = None) -> Tensor:
         with on_own_stream(self._device):
             if len(clean) != self._size or not self._losses:
                 with self._pool.used():
-                    return super().__call__(clean, perturbed, labels)
+                    return super().__call__(clean, perturbed, labels, withstood)
+            batch = (clean, perturbed, labels, *(() if withstood is None else (withstood,)))
             if self._graph is None:
-                self._capture(clean, perturbed, labels)
+                self._capture(*batch)
             assert self._graph is not None
             self._check_leftovers()
-            for static, value in zip(self._batch, (clean, perturbed, labels), strict=True):
+            for static, value in zip(self._batch, batch, strict=True):
                 static.copy_(value)
             self._graph.replay()
+            if withstood is not None:
+                withstood.copy_(self._batch[-1])
             return self._batch[1]
 
     def before(self, compute: Callable[[], None]) -> None:

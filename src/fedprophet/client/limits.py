@@ -18,10 +18,10 @@ from fedprophet.cascade.allocator import allocator_limit, ran_out
 from fedprophet.cascade.measure import LiveBytes, bytes_of, cuda_base
 from fedprophet.client.budget import LocalIteration
 from fedprophet.client.descent import batch_sizes
+from fedprophet.client.inputs import Inputs
 from fedprophet.client.memory_plan import PLAIN, MemoryPlan
 from fedprophet.client.part import ModelPart
 from fedprophet.client.planning import Planner
-from fedprophet.client.trainer import Inputs
 from fedprophet.errors import BudgetError
 from fedprophet.messages.tasks import Train
 from fedprophet.sizes import format_size
@@ -52,18 +52,20 @@ NO_TERMS = Terms()
 
 @contextmanager
 def limited(
-    task: Train, part: ModelPart, inputs: Inputs, beside: Sequence[Tensor], planner: Planner
+    task: Train, part: ModelPart, inputs: Inputs, beside: Sequence[Tensor], planner: Planner, classes: int = 0
 ) -> Iterator[Terms]:
     """Find how a part is trained within a task's limit, and hold a `with` block to it; BudgetError where it cannot.
 
     `beside` is what is held for the training beside the part. The client's data, labels included, do not count.
+    `classes` is how many its exit tells apart.
     """
     if not task.memory:
         yield NO_TERMS
         return
     whole = replace(part, prior=None)  # a prediction knows no values
     sizes = tuple(sorted(batch_sizes(task.training, len(inputs)), reverse=True))
-    iteration = LocalIteration(whole, tuple(inputs[:1].shape[1:]), task.training, task.threat, sizes=sizes)
+    shape = tuple(inputs[:1].shape[1:])
+    iteration = LocalIteration(whole, shape, task.training, task.threat, sizes=sizes, classes=classes)
     who = f"client {task.client}, {name_of(task, part)}"
     with _alone(part):
         try:

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from fedprophet.attacks import ATTACKS
 from fedprophet.attacks.pgd import climb, random_start
+from fedprophet.client.inputs import Inputs
 from fedprophet.client.part import ModelPart
-from fedprophet.client.trainer import Inputs
 from fedprophet.data.dataset import Examples
 from fedprophet.messages.tasks import Evaluate, Measure
 from fedprophet.randomness import generator, key

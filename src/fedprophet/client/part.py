@@ -1,17 +1,18 @@
 """The part of a chain that one task is about: some atoms in a row and the exit behind them."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedprophet.cascade.atoms import Chain
 from fedprophet.cascade.heads import Head
 from fedprophet.cascade.norms import norm_modules
 from fedprophet.cascade.trace import flags
+from fedprophet.client.aims import Labels
 from fedprophet.data.dataset import Examples
 from fedprophet.storage.mapped import empty_in_file
 
@@ -44,11 +45,14 @@ class ModelPart:
         With a prior π it is CE(W z + b + log π, y): the scores are then those of balanced labels (Menon et al., 2021;
         Chen et al., CalFAT, 2022).
         """
-        return self.exit_losses(self.features(x), labels, strong_convexity)
+        return self.exit_losses(self.features(x), Labels(labels), strong_convexity)
 
-    def exit_losses(self, features: Tensor, labels: Tensor, strong_convexity: float) -> Tensor:
-        """Return each sample's loss, given z_m."""
-        task_loss = F.cross_entropy(self._scores(features), labels, reduction="none")
+    def exit_losses(self, features: Tensor, aim: Callable[[Tensor], Tensor], strong_convexity: float) -> Tensor:
+        """Return each sample's loss, given z_m: what an aim says of its class scores, and the mu term.
+
+        The aim has no say in that term, which is there for every sample alike: it keeps the loss strongly convex.
+        """
+        task_loss = aim(self._scores(features))
         if self.head is None:
             return task_loss
         return task_loss + 0.5 * strong_convexity * features.flatten(1).square().sum(dim=1)
@@ -62,6 +66,12 @@ class ModelPart:
         with torch.no_grad(), self.still():
             batches = torch.split(torch.arange(len(examples)), batch)
             return torch.cat([self.features(self.take(examples.fetch(positions))) for positions in batches])
+
+    @property
+    def mixes_samples(self) -> bool:
+        """Whether samples of a batch know each other in evaluation mode too: by norm layers without statistics."""
+        layers = self.chain.modules(self.first, self.last)
+        return any(isinstance(layer, _BatchNorm) and layer.running_mean is None for layer in layers)
 
     @property
     def layers(self) -> str:

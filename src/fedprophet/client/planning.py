@@ -115,7 +115,7 @@ class PlannedCost(MeasuredCost):
 
     def attack_memory(self, last: int, batch: int) -> int:
         """Return the bytes that attacking a batch of images takes in atoms 0 … `last` − 1, beside their tensors."""
-        still = replace(self.training, batch=batch, momentum=0.0, proximal=0.0)
+        still = replace(self.training, batch=batch, momentum=0.0, proximal=0.0, boundary_weights=False)
         return _Attack(**_fields(iteration_of(self.chain, self, 0, last, still, self.place))).activations
 
     def _allowing(self, size: int) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fedprophet.cascade.heads import build_head
 from fedprophet.client.distill import distill
+from fedprophet.client.inputs import FetchedInputs, Inputs
 from fedprophet.client.job import Client, Job
 from fedprophet.client.limits import limited
 from fedprophet.client.measure import evaluate, perturbation_magnitude
@@ -19,7 +20,7 @@ from fedprophet.client.part import ModelPart
 from fedprophet.client.refresh import fresh_statistics
 from fedprophet.client.statistics import TwoSets
 from fedprophet.client.subnetwork import narrowed
-from fedprophet.client.trainer import FetchedInputs, Inputs, train
+from fedprophet.client.trainer import train
 from fedprophet.client.workspace import Workspace
 from fedprophet.messages.answers import (
     Adopted,
@@ -79,9 +80,9 @@ def _train(task: Train, job: Job[Train]) -> Trained:
     inputs, labels = _inputs(job, workspace), job.client.data.train.labels.to(workspace.device)
     part = _part(job, workspace, task.first, inputs[:1])
     sets = TwoSets(chain, job.known) if job.two_statistics else None
-    observe, beside = (sets.observe, tuple(sets.aside)) if sets else (None, ())
-    with limited(task, part, inputs, beside, workspace.planner) as terms:
-        loss = train(task, part, inputs, labels, observe, terms.plan)
+    beside = tuple(sets.aside) if sets else ()
+    with limited(task, part, inputs, beside, workspace.planner, workspace.classes) as terms:
+        loss = train(task, part, inputs, labels, sets, terms.plan)
     trained = workspace.values(chain.shared(task.first, task.last))
     if part.head is not None:
         trained |= {f"heads.{task.head}.{name}": p.detach().clone() for name, p in part.head.named_parameters()}

@@ -1,6 +1,7 @@
 """Two sets of norm statistics that share one affine transformation: for clean and for attacked inputs (FedRBN)."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -47,13 +48,20 @@ class TwoSets:
         """
         if len(x) < 2:
             return
-        self._swap()
-        with torch.no_grad(), part.mode(training=True), by_slices(plan.sliced):
+        with self.clean(), torch.no_grad(), part.mode(training=True), by_slices(plan.sliced):
             if plan.step is Step.PIECES:
                 features_in_pieces(part, x, plan.piece)
             else:
                 part.features(x)
+
+    @contextmanager
+    def clean(self) -> Iterator[None]:
+        """Let the chain have its clean statistics within a `with` block."""
         self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
 
     def both(self) -> dict[str, Tensor]:
         """Return both sets under the names that a client stores them with."""

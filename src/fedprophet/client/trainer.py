@@ -1,46 +1,27 @@
 """Adversarial cascade learning on one client (Section 5.1): attack the batch, then step on what the attack found."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from fedprophet.attacks.pgd import random_start
+from fedprophet.client.aims import Aim
 from fedprophet.client.atomwise import AtomwiseStep, pieces
+from fedprophet.client.boundary import aim_of, counter, server_probabilities
 from fedprophet.client.captured import Ascent, ascent_of
 from fedprophet.client.descent import Descent, Loss, descend, fused_loss, whole_loss
+from fedprophet.client.inputs import Inputs
 from fedprophet.client.memory_plan import PLAIN, MemoryPlan, Step
 from fedprophet.client.part import ModelPart
 from fedprophet.client.sliced import SlicedWeights
+from fedprophet.client.statistics import TwoSets
 from fedprophet.messages.tasks import Train
 from fedprophet.messages.values import LocalTraining
 from fedprophet.randomness import generator, key, seed_global
 from fedprophet.threat import ThreatModel
-
-
-class Inputs(Protocol):
-    """What a part reads for each sample: a tensor of them all, or what fetches those that are asked for."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, positions: Tensor | slice, /) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class FetchedInputs:
-    """Inputs that are fetched when they are asked for, by their positions."""
-
-    samples: int
-    fetch: Callable[[Tensor], Tensor]
-
-    def __len__(self) -> int:
-        return self.samples
-
-    def __getitem__(self, positions: Tensor | slice, /) -> Tensor:
-        return self.fetch(torch.arange(self.samples)[positions])
 
 
 def train(
@@ -48,28 +29,33 @@ def train(
     part: ModelPart,
     inputs: Inputs,
     labels: Tensor,
-    observe: Callable[[ModelPart, Tensor, MemoryPlan], None] | None = None,
+    sets: TwoSets | None = None,
     plan: MemoryPlan = PLAIN,
 ) -> float:
     """Train the part in place on its inputs (images, or cached z_{m−1}); return the mean loss of the iterations.
 
-    `observe` is shown every clean batch before it is attacked, unless statistics are fixed. Dropout draws from torch's
-    global generator, which the caller puts back.
+    The clean one of two `sets` of norm statistics, if there are two, is shown every clean batch before it is attacked,
+    unless statistics are fixed. Dropout draws from torch's global generator, which the caller puts back.
     """
-
+    with sets.clean() if sets else nullcontext():
+        server = server_probabilities(task, part, inputs, plan)
     ascend = ascent_of(part, task.threat, task.training.strong_convexity, plan.attack, plan.attack_sliced)
 
     def loss_of(iteration: int, batch: Tensor) -> Loss:
-        if observe is not None and not task.training.fixed_statistics:
-            ascend.before(partial(observe, part, inputs[batch], plan))
-        x = perturb(task, part, inputs[batch], labels[batch], iteration, plan, ascend)
+        if sets is not None and not task.training.fixed_statistics:
+            ascend.before(partial(sets.observe, part, inputs[batch], plan))
+        right = labels[batch]
+        withstood = counter(task.training, task.threat, right)
+        x = perturb(task, part, inputs[batch], right, iteration, plan, ascend, withstood)
+        rows = None if server is None else server[batch].to(x.device)
+        aim = aim_of(task.training, task.threat, right, withstood, rows)
         seed_global(key(task.seed, "dropout", task.round, task.client, iteration))
-        return ascend.step(lambda: training_loss(task.training, part, x, labels[batch], plan))
+        return ascend.step(lambda: training_loss(task.training, part, x, aim, plan))
 
     return descend(task, part, len(labels), loss_of)
 
 
-def training_loss(training: LocalTraining, part: ModelPart, x: Tensor, labels: Tensor, plan: MemoryPlan) -> Loss:
+def training_loss(training: LocalTraining, part: ModelPart, x: Tensor, aim: Aim, plan: MemoryPlan) -> Loss:
     """Return the mean loss of an attacked batch, and the way back from it, as the plan says."""
 
     @contextmanager
@@ -81,12 +67,12 @@ def training_loss(training: LocalTraining, part: ModelPart, x: Tensor, labels: T
     slices = SlicedWeights() if plan.sliced else None
     if plan.step in (Step.WHOLE, Step.FUSED):
         with mode(), slices or nullcontext():
-            value = part.losses(x, labels, training.strong_convexity).mean()
+            value = part.exit_losses(part.features(x), aim, training.strong_convexity).mean()
         loss = (whole_loss if plan.step is Step.WHOLE else fused_loss)(value, part)
     else:
         step = AtomwiseStep(part, plan.piece or len(x), plan.rounded)
         with mode(), slices or nullcontext():
-            loss = Loss(step.forward(x, labels, training.strong_convexity), step.backward)
+            loss = Loss(step.forward(x, aim, training.strong_convexity), step.backward)
 
     def backward(descent: Descent) -> None:
         with mode(), slices.stepped_by(descent) if slices else nullcontext():
@@ -103,17 +89,18 @@ def perturb(
     iteration: int,
     plan: MemoryPlan = PLAIN,
     ascend: Ascent | None = None,
+    withstood: Tensor | None = None,
 ) -> Tensor:
     """Attack the part's own loss at its input, norm layers and dropout in evaluation mode.
 
     There the samples of a batch do not know each other: some at a time give what all at once would. `ascend` is what
-    attacks of one training share.
+    attacks of one training share; `withstood` gets the steps before which each sample was still right (κ).
     """
     if task.threat is None:
         return x
     ascend = ascend or ascent_of(part, task.threat, task.training.strong_convexity, plan.attack, plan.attack_sliced)
     draw = generator(task.seed, "attack", task.round, task.client, iteration)
-    return attacked(part, x, labels, task.threat, draw, plan.attack, ascend)
+    return attacked(part, x, labels, task.threat, draw, plan.attack, ascend, withstood)
 
 
 def attacked(
@@ -124,12 +111,14 @@ def attacked(
     draw: torch.Generator,
     size: int,
     ascend: Ascent,
+    withstood: Tensor | None = None,
 ) -> Tensor:
     """Attack a batch, `size` samples at a time (0: all of them)."""
     with part.still(), part.untrained():
         perturbed = random_start(x, threat, draw)
         for piece in pieces(len(x), size or len(x)):
-            found = ascend(x[piece], perturbed[piece], labels[piece])
+            counts = () if withstood is None else (withstood[piece],)
+            found = ascend(x[piece], perturbed[piece], labels[piece], *counts)
             if len(found) == len(x):
                 return found
             perturbed[piece] = found

@@ -100,6 +100,17 @@ class TrainSettings(Section):
         ge=0,
         description="Weight of half the squared distance to the parameters a client was sent (FedProx's μ).",
     )
+    weighting: Literal["none", "boundary"] = Field(
+        default="none",
+        description="How much an attacked sample counts in the loss: all the same, or more the earlier the attack led "
+        "it over the decision boundary (DBFAT, by GAIRAT's function of the steps).",
+    )
+    consistency: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight of the KL divergence from what the model a client was sent predicts for clean samples to "
+        "what it predicts in training for the attacked ones (DBFAT's β).",
+    )
 
     @property
     def copies(self) -> int:

@@ -35,6 +35,10 @@ class LocalTraining:
     """Whether norm layers normalise with the statistics they have, which then stay as they are."""
     proximal: float = 0.0
     """FedProx's μ: the weight of ½ ‖w − w₀‖² in the loss, w₀ being the shared parameters that training starts from."""
+    boundary_weights: bool = False
+    """Whether attacked samples near the decision boundary weigh more (`client.boundary`)."""
+    consistency: float = 0.0
+    """β: the weight of KL(p ‖ q) in the loss, from the clean predictions that training starts with to the attacked."""
 
 
 @dataclass(frozen=True)

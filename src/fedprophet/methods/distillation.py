@@ -64,7 +64,8 @@ class DistillationSettings(Section):
     def training(self, usual: LocalTraining) -> LocalTraining:
         """Return the hyper-parameters of distillation, given those of the round's training.
 
-        What keeps clients together, fixed statistics and the proximal term, has no place where the models meet.
+        What keeps clients together, fixed statistics and terms that draw back, has no place where the models meet;
+        nor have weights of attacked samples, since nothing is attacked.
         """
         rate, decay = self.learning_rate, self.weight_decay
         return replace(
@@ -74,6 +75,8 @@ class DistillationSettings(Section):
             weight_decay=usual.weight_decay if decay == "train" else decay,
             fixed_statistics=False,
             proximal=0.0,
+            boundary_weights=False,
+            consistency=0.0,
         )
 
     def public_samples(self, test: int) -> int:

@@ -233,4 +233,6 @@ def local_training(config: Config, stage_round: int) -> LocalTraining:
         summed_heads=train.head_gradients == "summed",
         fixed_statistics=config.norm.layers == "frozen" and stage_round > config.frozen_after_rounds,
         proximal=train.proximal,
+        boundary_weights=train.weighting == "boundary",
+        consistency=train.consistency,
     )

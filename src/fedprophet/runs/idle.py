@@ -48,6 +48,8 @@ def _by_model(world: World, keys: Iterable[str]) -> Iterator[tuple[str, str]]:
     if world.image_threat(config.attack.steps).harmless and not cascade:  # a cascade's scores wait for the ramp
         which = "radius" if config.attack.radius == 0 else "steps"
         yield "attack.ramp", f"attack.{which} = 0"
+    if reason := _unattacked(world):
+        yield "train.weighting", reason
 
 
 def _by_norm_layers(world: World) -> Iterator[tuple[str, str]]:
@@ -67,3 +69,17 @@ def _by_norm_layers(world: World) -> Iterator[tuple[str, str]]:
     if not buffers:
         shared = f"norm.layers = {shown(norm.layers)}"
         yield "norm.newcomers", shared if statistics_layers(world.chain.model) else reason
+
+
+def _unattacked(world: World) -> str:
+    """Return why training meets no attack at all, so that nothing it counts matters; nothing where it does."""
+    attack = world.config.attack
+    if world.config.memory.enforce:  # what clients need is predicted with an attack, and with its counts
+        return ""
+    if attack.radius == 0:  # features are then not attacked either: it moves none
+        return "attack.radius = 0"
+    if attack.steps:
+        return ""
+    if not METHODS[world.config.method].cascade or len(world.modules) == 1:
+        return "attack.steps = 0"
+    return "" if attack.feature_steps else "attack.steps = 0 and attack.feature_steps = 0"
