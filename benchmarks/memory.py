@@ -12,8 +12,8 @@ further (convolutions remember what they did under a limit), and plans run as li
 
 Both begin at the same parameters and draws once more: the difference of their updates, as vectors, by the length of the
 plain one is what a plan changes. On a GPU torch's own convolutions compute these updates, without cuDNN and TF32, which
-round otherwise for other sizes of batch. Steps of an attack multiply what rounding changes, by turning signs of gradients
-that are next to nothing; so the same is done in float64, where that is next to nothing too.
+round otherwise for other sizes of batch. Steps of an attack multiply what rounding changes, by turning signs of
+gradients that are next to nothing; so the same is done in float64, where rounding is next to nothing too.
 
 Beside it is what the paper's jFAT does on paper: the whole model in the same budget, with what does not fit on disk.
 Activations go to a file by torch's saved-tensor hooks and come back for the backward pass, as many of them as must.

@@ -374,6 +374,22 @@ def test_on_a_gpu_what_exceeds_the_limit_is_our_error(work, text: str, monkeypat
     assert gpu.fraction == 0.9
 
 
+def test_on_a_gpu_the_first_iteration_that_exceeds_the_limit_is_the_last(monkeypatch) -> None:
+    """Of 300 bytes 200 are others': 350 are allowed. The third of five iterations takes 351."""
+    gpu, part, terms, checked = _Cuda(peak=350), ModelPart(_chain(), 0, 2, _head()), Terms(PLAIN, 150), []
+    gpu.put_in_place(monkeypatch)
+    task = replace(_task(head=0), training=replace(HYPER, iterations=5))
+
+    def check() -> None:
+        checked.append(gpu.peak)
+        gpu.peak = 351 if len(checked) > 2 else 350
+        terms.check()
+
+    with pytest.raises(BudgetError, match="took 151"), _on_cuda(terms, CPU, HELD, _exceeded):
+        train(task, part, *_inputs(part), check=check)
+    assert checked == [350, 350, 350]
+
+
 def test_on_a_gpu_a_limit_never_raises_the_one_that_is_there(monkeypatch) -> None:
     gpu = _Cuda(peak=300)
     gpu.put_in_place(monkeypatch)

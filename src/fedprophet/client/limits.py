@@ -1,9 +1,9 @@
 """A limit on the memory that training takes: it ends with an error rather than exceed it.
 
 On a CPU every operation is followed (`cascade.measure.LiveBytes`), and the first whose tensors are too many is the
-last. On a GPU what was allocated, workspaces included, is compared with the limit when the training is over; the
-allocator is given a limit as well, with room for gaps between tensors; and what of the model is not in training leaves
-the device.
+last. On a GPU what was allocated, workspaces included, is compared with the limit after every iteration; the allocator
+is given a limit as well, with room for gaps between tensors; and what of the model is not in training leaves the
+device.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,13 +34,21 @@ Exceeded = Callable[[int | None], BudgetError]
 """Returns the error for so many bytes; None where the allocator refused them."""
 
 
+def unchecked() -> None:
+    """Leave it to others to see that a limit is kept."""
+
+
 @dataclass
 class Terms:
-    """How training is computed, to keep within its limit, and when it is over the bytes that it took at its peak."""
+    """How training is computed, to keep within its limit, and when it is over the bytes that it took at its peak.
+
+    `check` is called between two iterations, and raises BudgetError if the limit was exceeded since.
+    """
 
     plan: MemoryPlan = PLAIN
     limit: int = 0
     peak: int = 0
+    check: Callable[[], None] = unchecked
 
     def __str__(self) -> str:
         """Return the plan in words; nothing where there is no limit."""
@@ -139,10 +147,20 @@ class _Tracker(LiveBytes):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def _on_cuda(terms: Terms, device: torch.device, held: Sequence[Tensor], exceeded: Exceeded) -> Iterator[None]:
-    """Look what is allocated on a GPU at its peak, and let its allocator hold no more than that may need."""
+    """Look what is allocated on a GPU at its peak, and let its allocator hold no more than that may need.
+
+    The allocator counts when work is launched, so that looking there waits for nothing.
+    """
     own = bytes_of(tensor for tensor in held if tensor.device == device)
     others = cuda_base(device) - own
+
+    def check() -> None:
+        terms.peak = torch.cuda.max_memory_allocated(device) - others
+        if terms.peak > terms.limit:
+            raise exceeded(terms.peak)
+
     torch.cuda.reset_peak_memory_stats(device)
+    terms.check = check
     try:
         with allocator_limit(device, terms.limit + ROOM - own):
             yield
@@ -151,9 +169,7 @@ def _on_cuda(terms: Terms, device: torch.device, held: Sequence[Tensor], exceede
         if not ran_out(error):
             raise
         raise exceeded(None) from error
-    terms.peak = torch.cuda.max_memory_allocated(device) - others
-    if terms.peak > terms.limit:
-        raise exceeded(terms.peak)
+    check()
 
 
 @contextmanager

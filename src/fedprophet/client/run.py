@@ -82,7 +82,7 @@ def _train(task: Train, job: Job[Train]) -> Trained:
     sets = TwoSets(chain, job.known) if job.two_statistics else None
     beside = tuple(sets.aside) if sets else ()
     with limited(task, part, inputs, beside, workspace.planner, workspace.classes) as terms:
-        loss = train(task, part, inputs, labels, sets, terms.plan)
+        loss = train(task, part, inputs, labels, sets, terms.plan, terms.check)
     trained = workspace.values(chain.shared(task.first, task.last))
     if part.head is not None:
         trained |= {f"heads.{task.head}.{name}": p.detach().clone() for name, p in part.head.named_parameters()}

@@ -1,6 +1,6 @@
 """Adversarial cascade learning on one client (Section 5.1): attack the batch, then step on what the attack found."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 
@@ -31,17 +31,20 @@ def train(
     labels: Tensor,
     sets: TwoSets | None = None,
     plan: MemoryPlan = PLAIN,
+    check: Callable[[], None] = lambda: None,
 ) -> float:
     """Train the part in place on its inputs (images, or cached z_{m−1}); return the mean loss of the iterations.
 
     The clean one of two `sets` of norm statistics, if there are two, is shown every clean batch before it is attacked,
-    unless statistics are fixed. Dropout draws from torch's global generator, which the caller puts back.
+    unless statistics are fixed. `check` is called before every iteration. Dropout draws from torch's global generator,
+    which the caller puts back.
     """
     with sets.clean() if sets else nullcontext():
         server = server_probabilities(task, part, inputs, plan)
     ascend = ascent_of(part, task.threat, task.training.strong_convexity, plan.attack, plan.attack_sliced)
 
     def loss_of(iteration: int, batch: Tensor) -> Loss:
+        check()
         if sets is not None and not task.training.fixed_statistics:
             ascend.before(partial(sets.observe, part, inputs[batch], plan))
         right = labels[batch]
