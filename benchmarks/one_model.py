@@ -43,7 +43,8 @@ Row = dict[str, Any]
 Job = tuple[str, str, int]
 """The method, the choice and the seed of a run, of which there is one row at most."""
 CALIBRATED, SHARED, ATTACKED = "train.calibration=labels", "norm.layers=shared", "norm.refresh=attacked"
-ALPHA, RAMP, WEIGHTED = "perturbation.start=0.7", "attack.ramp=30%", "train.weighting=boundary"
+ALPHA, RAMP = "perturbation.start=0.7", "attack.ramp=30%"
+DBFAT = ("train.weighting=boundary", "train.consistency=1.0")
 FROM_PAPER: dict[str, list[str]] = {
     "local": [],
     "local, statistics refreshed": [ATTACKED],
@@ -74,8 +75,9 @@ FROM_PRESET: dict[str, list[str]] = {
     "preset, refreshed": [ATTACKED],
     "preset, frozen": ["norm.layers=frozen"],
     "preset, smoothing 10": ["train.smoothing=10.0"],
-    "preset, boundary weights": [WEIGHTED],
-    "preset, boundary weights, consistency 1": [WEIGHTED, "train.consistency=1.0"],
+    "preset, boundary weights": [DBFAT[0]],
+    "preset, consistency 1": [DBFAT[1]],
+    "preset, boundary weights, consistency 1": [*DBFAT],
 }
 """What differs from the preset, which has its methods' own keys: shared norm layers, calibrated labels, alpha from 0.7,
 24 iterations. Only FedProphet is measured with changes, but for DBFAT's, which jFAT has too."""
@@ -92,7 +94,7 @@ def makes_sense(method: str, choice: str) -> bool:
 
     Changes of the preset are FedProphet's alone; those of DBFAT are jFAT's as well, which they make DBFAT.
     """
-    if method == "jfat" and WEIGHTED in CHOICES[choice]:
+    if method == "jfat" and not set(DBFAT).isdisjoint(CHOICES[choice]):
         return True
     if ("alpha" in choice or choice in FROM_PRESET.keys() - {DEFAULT}) and not METHODS[method].cascade:
         return False
