@@ -75,7 +75,7 @@ def test_without_choices_all_methods_have_the_preset_and_fedprophet_changes_of_i
     methods = ("jfat", "feddf", "fedet", "heterofl", "feddrop", "fedrolex", "fedrbn", "fedprophet")
     assert measured(tmp_path)[:8] == [(method, default, 0) for method in methods]
     both = [name for name in changes if "boundary" in name or "consistency" in name]
-    assert len(both) == 2
+    assert len(both) == 3
     others = [("fedprophet", change, 0) for change in changes if change not in both]
     dbfat = [(method, name, 0) for name in both for method in ("jfat", "fedprophet")]
     assert measured(tmp_path)[8:] == [*others, *dbfat]
