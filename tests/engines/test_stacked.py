@@ -114,6 +114,15 @@ def test_weights_by_the_boundary_and_a_draw_take_the_plain_path(
     assert said(caplog) == [reason]
 
 
+def test_without_an_attack_there_is_nothing_to_weight_and_stacks_are_not_left(session_of, caplog, stacked, joint):
+    session = session_of({"method": "jfat"})
+    training = replace(session.world.local_training(1), boundary_weights=True)
+    tasks = [replace(task, threat=None, training=training) for task in joint(session, clients=(0, 1))]
+    with caplog.at_level(logging.WARNING, "fedprophet"):
+        list(stacked(session).map(tasks))
+    assert not said(caplog)
+
+
 def test_a_prefix_that_cannot_be_fused_takes_its_module_with_it(settings, caplog, same_tensors, stacked):
     """The module in training is of the right form; what lies in front of it is not."""
     torch.manual_seed(0)

@@ -56,6 +56,8 @@ def check_known(task: Task, attacks: Sequence[str] = KNOWN_ATTACKS) -> None:
     listed = TASKS.get(task.kind, Task)
     if listed not in KNOWN_FIELDS or not isinstance(task, listed):
         raise NotFusableError(f"tasks of the kind {task.kind or type(task).__name__!r}")
+    if isinstance(task, Train) and task.threat is None:  # then there is no attacked sample to be weighted
+        task = replace(task, training=replace(task.training, boundary_weights=False))
     _check_fields(task, KNOWN_FIELDS[listed])
     threat = task.threat if isinstance(task, Train | Evaluate | Measure) else None
     if threat is not None and threat.norm not in KNOWN_NORMS:
