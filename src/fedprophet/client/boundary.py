@@ -94,5 +94,5 @@ def server_probabilities(task: Train, part: ModelPart, inputs: Inputs, plan: Mem
             if kept is None:
                 shape = len(inputs), *rows.shape[1:]
                 kept = empty_in_file(shape, rows.dtype) if task.memory else rows.new_empty(shape)
-            kept[positions] = rows
+            kept[positions] = rows.to(kept.device)
     return kept
