@@ -296,9 +296,9 @@ def test_in_a_terminal_errors_are_broken_between_words_and_a_command_is_a_line(c
     assert cli("train").err.splitlines() == ["stopped after round 2; nothing is lost.", "Resume it with:", command]
 
 
-def test_forced_colours_make_no_terminal_of_a_pipe(cli, finished, monkeypatch):
+def test_forced_colours_make_no_terminal_of_a_pipe(cli, copied, monkeypatch):
     """Lines are whole, tables are Markdown, and nothing is drawn in place."""
-    run = finished()
+    run = copied()
     commands = (["methods"], ["config", "show"], ["compare", run], ["watch", run], ["train", "--resume", run])
     commands += (["evaluate", run, "--attack", "pgd1", "--samples", 8], ["train", "--set", f"{'a' * 99}=1"])
     for command in commands:
