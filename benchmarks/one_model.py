@@ -43,7 +43,7 @@ Row = dict[str, Any]
 Job = tuple[str, str, int]
 """The method, the choice and the seed of a run, of which there is one row at most."""
 CALIBRATED, SHARED, ATTACKED = "train.calibration=labels", "norm.layers=shared", "norm.refresh=attacked"
-ALPHA, RAMP = "perturbation.start=0.7", "attack.ramp=30%"
+ALPHA, RAMP, MEAN = "perturbation.start=0.7", "attack.ramp=30%", "aggregate.horizon=30%"
 DBFAT = ("train.weighting=boundary", "train.consistency=1.0")
 FROM_PAPER: dict[str, list[str]] = {
     "local": [],
@@ -75,12 +75,17 @@ FROM_PRESET: dict[str, list[str]] = {
     "preset, refreshed": [ATTACKED],
     "preset, frozen": ["norm.layers=frozen"],
     "preset, smoothing 10": ["train.smoothing=10.0"],
+    "preset, mean of 30 % of the rounds": [MEAN],
+    "preset, mean of 15 % of the rounds": ["aggregate.horizon=15%"],
+    "preset, mean of 30 % of the rounds, consistency 1": [MEAN, DBFAT[1]],
     "preset, boundary weights": [DBFAT[0]],
     "preset, consistency 1": [DBFAT[1]],
     "preset, boundary weights, consistency 1": [*DBFAT],
 }
 """What differs from the preset, which has its methods' own keys: shared norm layers, calibrated labels, alpha from 0.7,
-24 iterations. Only FedProphet is measured with changes, but for DBFAT's, which jFAT has too."""
+24 iterations. Only FedProphet is measured with changes, but for those that any method may gain by."""
+ANY_METHODS = {"aggregate.horizon", "train.weighting", "train.consistency"}
+"""Changes of the preset that are measured with jFAT, too."""
 CHOICES = {**{name: [*PAPER, *keys] for name, keys in FROM_PAPER.items()}, **FROM_PRESET}
 STORED = Path(__file__).parent / "results" / "one-model.json"
 KINDS = ("personalised", "uncalibrated", "global")
@@ -92,9 +97,9 @@ STOPPED = 130
 def makes_sense(method: str, choice: str) -> bool:
     """Whether a method has the choice: FedRBN's statistics stay with the clients, and only a cascade has an alpha.
 
-    Changes of the preset are FedProphet's alone; those of DBFAT are jFAT's as well, which they make DBFAT.
+    Changes of the preset are FedProphet's alone, but for those that any method gains by: jFAT has them as well.
     """
-    if method == "jfat" and not set(DBFAT).isdisjoint(CHOICES[choice]):
+    if method == "jfat" and not ANY_METHODS.isdisjoint(key.partition("=")[0] for key in CHOICES[choice]):
         return True
     if ("alpha" in choice or choice in FROM_PRESET.keys() - {DEFAULT}) and not METHODS[method].cascade:
         return False

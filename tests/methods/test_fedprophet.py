@@ -509,6 +509,41 @@ def test_a_checkpoint_knows_how_long_alpha_has_been_what_it_is(tiny, keeping, pl
     assert decode(CascadeState, data, tensors).perturbation == replace(played.states[-1].perturbation, changed=0)
 
 
+# The mean of the last rounds ------------------------------------------------------------------------------------------
+
+
+def test_the_mean_of_a_stages_last_rounds_may_be_what_is_judged_and_fixed(tiny, play_in_memory, scripted, same_tensors):
+    """The first stage has an attack from round 2 on, and its best round is 3: the mean of rounds 2 and 3 is fixed."""
+    averaged = play_in_memory(tiny({**SETTINGS, "aggregate.horizon": 4}), scripted(ACCURACIES))
+    plain = play_in_memory(tiny(SETTINGS), scripted(ACCURACIES), rounds=3)
+    second, third = plain.states[2], plain.states[3]
+    ends = [record["round"] for record in averaged.records if "fixed" in record]
+    fixed = averaged.states[ends[0]]
+    for name, value in {**fixed.model, **fixed.heads}.items():
+        parts = ({**second.model, **second.heads}, {**third.model, **third.heads})
+        assert torch.allclose(value, (parts[0][name] + parts[1][name]) / 2, atol=1e-6), name
+    assert fixed.mean is None, "each stage has a mean of its own"
+    assert same_tensors(averaged.states[3].model, third.model), "training goes on from the last round's"
+    assert same_tensors(averaged.states[3].judged.model, fixed.model)
+    end = averaged.states[-1]
+    assert averaged.session.method.fits(end)
+    module = averaged.session.world.modules[0]
+    for name in averaged.session.world.chain.shared(0, module.last):
+        assert torch.equal(end.model[name], fixed.model[name]), "what is fixed is what was averaged"
+
+
+def test_a_run_with_a_mean_goes_on_from_what_was_written(tiny, play_in_memory, scripted, same_tensors):
+    settings = tiny({**SETTINGS, "aggregate.horizon": 4})
+    whole, played = (play_in_memory(settings, scripted(ACCURACIES), rounds=rounds) for rounds in (999, 9))
+    data, tensors = encode(played.states[-1])
+    state = decode(CascadeState, json.loads(json.dumps(data)), tensors)
+    assert state.mean.rounds == played.states[-1].mean.rounds > 1
+    engine = scripted(ACCURACIES)(played.session.engine)
+    while not played.session.method.finished(state):
+        state, _ = play_round(played.session.method.round(state), engine)
+    assert same_tensors(state.model, whole.states[-1].model)
+
+
 # Equalities ----------------------------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,7 @@
 """Joint training of the whole model, the reference that FedProphet is compared with."""
 
 import pytest
+import torch
 
 from fedprophet.errors import BudgetError
 from fedprophet.runs.session import assemble
@@ -78,3 +79,22 @@ def test_it_needs_no_cut(tiny):
     assert [module.memory for module in world.modules] == [world.cost.total_memory]
     with pytest.raises(BudgetError):
         assemble(tiny({"memory.budget": "2%"}))
+
+
+def test_the_mean_of_the_last_rounds_may_be_what_is_judged_and_kept(tiny, play_in_memory, scripted, same_tensors):
+    """Round 1 is the warm-up; the mean begins with round 2 and is of rounds 2 and 3 when round 3 is the best."""
+    averaged = play_in_memory(tiny({**SETTINGS, "aggregate.horizon": 3}), scripted(ACCURACIES))
+    plain = play_in_memory(tiny(SETTINGS), scripted(ACCURACIES))
+    second, third = plain.states[2].model, plain.states[3].model
+    mean = {name: (second[name] + third[name]) / 2 for name in third}
+    assert averaged.states[1].mean is None
+    assert same_tensors(averaged.states[3].model, third), "training goes on from the last round's"
+    evaluated, _ = averaged.of(3, "evaluate")
+    for task in evaluated:
+        for name, value in task.parameters.items():
+            assert torch.allclose(value.cpu(), mean[name], atol=1e-6), name
+    end = averaged.states[-1]
+    assert averaged.records[-1]["best_round"] == 3
+    assert end.mean is None
+    assert same_tensors(end.model, averaged.states[3].judged.model)
+    assert not same_tensors(end.model, third)

@@ -131,6 +131,11 @@ class Config(Section):
         return share_of(self.norm.frozen_after, self.rounds)
 
     @property
+    def horizon_rounds(self) -> int:
+        """Rounds that the model is averaged over which is judged; with less than two it is not."""
+        return share_of(self.aggregate.horizon, self.rounds)
+
+    @property
     def gate_rounds(self) -> int:
         """Rounds after the warm-up before score, patience and APA start."""
         return share_of(self.convergence.gate, self.rounds)

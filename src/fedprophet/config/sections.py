@@ -295,6 +295,12 @@ class AggregateSettings(Section):
         description="Fewest usable updates that a round needs, or measurements that norm.refresh needs. With fewer, "
         "nothing is averaged, but the round still counts.",
     )
+    horizon: Rounds = Field(
+        default=0,
+        description="Rounds that the model is averaged over which is evaluated, kept and exported; training goes on "
+        "from the last round's. 0: nothing is averaged over rounds, as in the paper. Rounds count from where the whole "
+        "attack is met on, in FedProphet in each stage anew.",
+    )
     sizes: Counts = Field(
         default_factory=list,
         description="Sizes of the clients' shards that the server knows of, in the order of the clients; none of them "

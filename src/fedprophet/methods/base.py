@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypedDict, TypeVar
+from typing import Any, Generic, Self, TypedDict, TypeVar
 
 from fedprophet.cascade.norms import hidden_norm_layers, statistics_names
 from fedprophet.errors import BudgetError, ConfigError
@@ -17,6 +17,7 @@ from fedprophet.server.accuracy import Accuracy, note_accuracy
 from fedprophet.server.aggregate import Usable, layers_fault
 from fedprophet.server.convergence import Best
 from fedprophet.server.coordinator import Conversation, Record, ask
+from fedprophet.server.horizon import RunningMean
 from fedprophet.server.plans import note_plans
 from fedprophet.server.rejections import reject
 from fedprophet.server.resources import available_resources
@@ -37,8 +38,9 @@ class MethodState:
 
     `starting` are the layers that clients begin with where they have none of their own. `failures` counts the rounds in
     a row that had no usable update; `discarded` are the rounds between a best one that was restored and the end of its
-    stage. `refreshed`: the round that measures norm statistics anew was played, and `renewal` is what it came to; if
-    clients have their own, `norm_layers` are those of the exported model.
+    stage. `mean` is that of the model over its last rounds, where there is a horizon. `refreshed`: the round that
+    measures norm statistics anew was played, and `renewal` is what it came to; if clients have their own, `norm_layers`
+    are those of the exported model.
     """
 
     model: Parameters
@@ -52,6 +54,12 @@ class MethodState:
     refreshed: bool = field(default=False, metadata=LATER)
     renewal: Renewal | None = field(default=None, metadata=LATER)
     norm_layers: Parameters = field(default_factory=dict, metadata=LATER)
+    mean: RunningMean | None = field(default=None, metadata=LATER)
+
+    @property
+    def judged(self) -> Self:
+        """The state with the model that is evaluated, kept and exported: the mean over the horizon, if there is one."""
+        return replace(self, model=named(self.mean.parameters, self.model)) if self.mean else self
 
     @property
     def proven(self) -> int:
@@ -218,6 +226,13 @@ class Method(ABC, Generic[S]):
         chain = self.world.chain
         return named(chain.tensors, chain.local(task.first, task.last)) if task.wants_local else {}
 
+    def mean_after(self, state: S, latest: Parameters, strength: float) -> RunningMean | None:
+        """Return the mean of the rounds so far and of one more; it begins with the first under the whole attack."""
+        horizon = self.world.config.horizon_rounds
+        if horizon <= 1 or strength < 1:
+            return None
+        return state.mean.after(latest, horizon) if state.mean else RunningMean(latest)
+
     def gathered(self, state: S, usable: Usable) -> Parameters:
         """Return what clients without layers of their own begin with, after those of a round have trained theirs."""
         if not self.world.gathers_layers:
@@ -278,5 +293,6 @@ class Method(ABC, Generic[S]):
         settings = self.world.config.evaluate
         threat = self.world.image_threat(settings.steps)
         clients = self.world.clients.sample(settings.clients, state.round, "evaluate")
-        answers = yield from ask([self.evaluation_task(state, client, threat) for client in clients], Evaluated)
+        tasks = [self.evaluation_task(state.judged, client, threat) for client in clients]
+        answers = yield from ask(tasks, Evaluated)
         return note_accuracy(answers, len(clients), self.world.aggregator, record)

@@ -62,7 +62,9 @@ class Baseline(Method[S]):
         usable = self.world.aggregator.usable(tasks, updates, record, self.expected_layers)
         if usable:
             joined = yield from self.join(state, usable, record)
-            state = replace(joined, failures=0, starting=self.gathered(state, usable))
+            strength = self.world.stage_rule().strength(state.round)
+            mean = self.mean_after(state, joined.model, strength)
+            state = replace(joined, failures=0, starting=self.gathered(state, usable), mean=mean)
         else:
             state = replace(state, failures=state.failures + 1)
         if self.world.stage_rule().ungated.evaluates(state.round, state.failures):
@@ -128,13 +130,13 @@ class Baseline(Method[S]):
         best = better(state.best, candidate)
         record |= {"score": points, "best_round": best.round}
         if best is candidate:
-            state = replace(state, best_model=state.model, best_starting=state.starting)
+            state = replace(state, best_model=state.judged.model, best_starting=state.starting)
         return replace(state, best=best, last=candidate)
 
     def _restore_best(self, state: S, record: Record) -> S:
         """Go back to the best round, the clients' own layers included; where none was evaluated, stay at the last."""
         if state.best is None:
             record["best_round"] = None
-            return state
+            return replace(state.judged, mean=None)
         discarded = ((state.best.round, state.round),) if state.best.round < state.round else ()
-        return replace(state, model=state.best_model, starting=state.best_starting, discarded=discarded)
+        return replace(state, model=state.best_model, starting=state.best_starting, discarded=discarded, mean=None)

@@ -75,6 +75,10 @@ class CascadeState(MethodState):
     fixed: tuple[Fixed, ...] = ()
 
     @property
+    def judged(self) -> "CascadeState":
+        return replace(super().judged, heads=named(self.mean.parameters, self.heads)) if self.mean else self
+
+    @property
     def reference(self) -> float:
         """C*/A* at the end of the stage before, or of the last one that was evaluated; 1 in the first."""
         known = [(f.clean, f.adversarial) for f in self.fixed if f.clean is not None and f.adversarial is not None]
@@ -192,7 +196,8 @@ class FedProphet(Method[CascadeState]):
         if world.config.of(AssignmentSettings).heads == "passed":
             usable = [(task, self._with_passed_heads(state, task, update)) for task, update in usable]
         average = world.aggregator.join_updates({**state.model, **state.heads}, usable)
-        return replace(state, model=named(average, state.model), heads=named(average, state.heads))
+        mean = self.mean_after(state, average, self._rule(state).strength(state.stage_round))
+        return replace(state, model=named(average, state.model), heads=named(average, state.heads), mean=mean)
 
     def _with_passed_heads(self, state: CascadeState, task: Train, update: Trained) -> Trained:
         """Return an update with the heads of the modules before the client's last one, as the client was given them."""
@@ -214,8 +219,9 @@ class FedProphet(Method[CascadeState]):
         best = better(state.best, candidate)
         record |= {"score": points, "best_round": best.round}
         if best is candidate:
+            kept = state.judged
             state = replace(
-                state, best=best, best_model=state.model, best_heads=state.heads, best_starting=state.starting
+                state, best=best, best_model=kept.model, best_heads=kept.heads, best_starting=state.starting
             )
         if state.perturbation is not None:
             config = self.world.config
@@ -232,7 +238,7 @@ class FedProphet(Method[CascadeState]):
         the next module with: the stage goes on for another round, and the module is fixed again at its end.
         """
         best, module = state.best, self.world.modules[state.stage]
-        restored = yield from self._refreshed(self._restored(state), record)
+        restored = yield from self._refreshed(self._restored(state.judged), record)
         fixed = Fixed(
             round=best.round if best else state.round,
             clean=best.clean if best else None,
@@ -252,7 +258,7 @@ class FedProphet(Method[CascadeState]):
             start = self.world.config.of(PerturbationSettings).starting(restored.perturbation)
             perturbation = Perturbation(magnitude, restored.reference, start)
         record["fixed"] = noted
-        return replace(restored, stage=state.stage + 1, stage_round=0, perturbation=perturbation, best=None)
+        return replace(restored, stage=state.stage + 1, stage_round=0, perturbation=perturbation, best=None, mean=None)
 
     def _refreshed(self, state: CascadeState, record: Record) -> Conversation[CascadeState]:
         """Let clients measure the norm statistics of module m anew before it is fixed, where that is asked for."""

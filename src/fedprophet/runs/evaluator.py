@@ -147,7 +147,7 @@ class Evaluator:
         self.watch(what, 0, len(clients))
         for start in range(0, len(clients), CLIENTS_TOGETHER):
             some = clients[start : start + CLIENTS_TOGETHER]
-            tasks = [session.method.evaluation_task(state, client, threat) for client in some]
+            tasks = [session.method.evaluation_task(state.judged, client, threat) for client in some]
             tasks = [replace(task, attack=attack, samples=samples) for task in tasks]
             tasks = tasks if calibrated else [replace(task, calibration=0.0) for task in tasks]
             for answer in in_order(tasks, self.engine, Evaluated):
@@ -158,7 +158,7 @@ class Evaluator:
 
     def over_test_set(self, attack: str, threat: ThreatModel | None, samples: int, what: str) -> list[Evaluated]:
         """Return the answers for the parts of the test set; the same `samples` are drawn for every attack."""
-        task = self.session.method.evaluation_task(self.state, SERVER, threat)
+        task = self.session.method.evaluation_task(self.state.judged, SERVER, threat)
         layers = {name: self.whole[name] for name in self.session.world.chain.local()}
         task = replace(task, attack=attack, samples=samples, parameters={**task.parameters, **layers})
         batch = drawn_together(task)

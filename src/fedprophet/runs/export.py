@@ -27,7 +27,7 @@ def exported_model(
     Clients whose layers cannot be used are noted in `record`.
     """
     local = state.norm_layers or average_local(session, state, engine, record)
-    return {**session.method.exported(state, local), **state.norm_layers}
+    return {**session.method.exported(state.judged, local), **state.norm_layers}
 
 
 def average_local(
