@@ -300,6 +300,21 @@ def evaluation(case, threat: ThreatModel | None) -> StackEvaluation:
     return StackEvaluation(folded, case.stacked, case.labels, threat, (1, 2))
 
 
+def test_clients_of_a_ladder_have_scores_at_their_own_exits(make_case):
+    ends = ((0, None, None), (0, 6, 1), (0, 4, 0), (0, 4, 0))
+    alone = [make_case(span=span, clients=4) for span in ends]
+    prior = torch.randn(4, 10, generator=torch.Generator().manual_seed(3))
+    folded = FoldedStack(Ladder(tuple(case.program for case in alone)), Kernels(), torch.float32)
+    folded.prior = prior
+    parameters = [case.parameters()[number] for number, case in enumerate(alone)]
+    folded.fold(folded.layout.stacked(parameters, CPU))
+    found = folded.scores(folded.prepare(alone[0].stacked))
+    for number, case in enumerate(alone):
+        segment = replace(case.segments[number], prior=prior[number])
+        with torch.no_grad(), segment.still():
+            torch.testing.assert_close(found[number], segment.logits(case.x[number]), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("threat", [ThreatModel("l2", 0.0, 0.1, 5), ThreatModel("linf", 0.1, 0.1, 0)])
 def test_a_harmless_threat_moves_nothing(make_case, threat):
     case, whole = make_case(span=(0, 4, None)), make_case()
