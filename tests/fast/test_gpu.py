@@ -396,11 +396,14 @@ def test_networks_in_evaluation_mode(case, triton, calibrated):
 
 
 @pytest.mark.parametrize("calibrated", [False, True], ids=["plain", "calibrated"])
-@pytest.mark.parametrize("changes", [{}, {"proximal": 2.0}, FIXED, {"proximal": 2.0, **FIXED}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"proximal": 2.0}, {"consistency": 1.5}, FIXED, {"proximal": 2.0, **FIXED}], ids=str
+)
 def test_steps_of_training(case, triton, changes, calibrated):
     # Rounding decides what a ReLU at zero lets through; a deeper network enlarges that in its next step.
     steps = 2 if len(case.program.blocks) < 5 else 1
     hyper, prior, trainings = replace(HYPER, **changes), case.calibrate(), []
+    server = torch.rand(case.targets.shape, generator=torch.Generator().manual_seed(2)).softmax(dim=2)
     for kernels, device in ((Kernels(), CPU), (triton, GPU)):
         stacks = {name: value.to(device) for name, value in case.stacks(kernels.multiple).items()}
         training = TrainingStack(case.ladder, kernels, torch.float32, stacks, hyper)
@@ -409,7 +412,8 @@ def test_steps_of_training(case, triton, changes, calibrated):
         training.anchors = {name: stacks[name].clone() for name in anchored}
         for _ in range(steps):
             z = training.prepare(case.stacked.to(device))
-            training.step(z, case.targets.to(device), Draws(torch.device(device)))
+            drawn_to = server.to(device) if hyper.consistency else None
+            training.step(z, case.targets.to(device), Draws(torch.device(device)), drawn_to)
         found = {name: training.layout.unstacked(name, stack) for name, stack in training.stacks.items()}
         trainings.append((training.losses.cpu(), found))
     (losses, expected), (mine, found) = trainings
@@ -474,11 +478,11 @@ def test_a_captured_plan_does_what_it_does_uncaptured(make_case, triton, options
 
 
 @pytest.mark.parametrize("span", [(0, None, None), (0, 4, 0)], ids=["whole", "first-module"])
-def test_a_captured_plan_reads_priors_anchors_and_statistics_anew(make_case, triton, span):
+def test_a_captured_plan_reads_priors_anchors_statistics_and_predictions_anew(make_case, triton, span):
     """A graph reads fixed memory: what a round brings must be there, and nothing of the last one."""
     case, other = (make_case(clients=3, span=span, samples=samples) for samples in (5, 5))
     other.segments.reverse()
-    hyper = replace(HYPER, proximal=1.0, **FIXED)
+    hyper = replace(HYPER, proximal=1.0, consistency=1.5, **FIXED)
     plan, direct = (training_plan(triton, case, captures, hyper, calibrated=True) for captures in (True, False))
     prior = case.calibrate().to(GPU)
     for each, own in ((case, prior), (other, prior.flip(0)), (case, prior.flip(0))):

@@ -1,11 +1,15 @@
 """Local iterations on stacks against the plain trainer: the same batches, no attack, so the same parameters."""
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
+from fedprophet.client.boundary import server_probabilities
 from fedprophet.client.descent import batches
+from fedprophet.client.memory_plan import PLAIN
+from fedprophet.client.statistics import ADVERSARIAL
 from fedprophet.client.trainer import train
 from fedprophet.fast.draws import Draws
 from fedprophet.fast.folded import FoldedStack
@@ -41,6 +45,7 @@ def trained_stacked(case, kernels, hyper: LocalTraining, seeds=None):
         names = {name for segment in case.segments for name in segment.chain.shared(segment.first, segment.last)}
         training.anchors = {n: v.clone() for n, v in training.stacks.items() if n in names or n.startswith("heads.")}
     training.reset(hyper.learning_rate)
+    server = predicted(case, kernels, training.prior) if hyper.consistency else None
     rows = torch.arange(clients).unsqueeze(1)
     drawn = [list(batches(samples, hyper.batch, hyper.iterations, task_of(k))) for k in range(clients)]
     draws: dict[int, Draws] = {}
@@ -48,9 +53,18 @@ def trained_stacked(case, kernels, hyper: LocalTraining, seeds=None):
         chosen = torch.stack([positions[iteration] for positions in drawn])
         renewed = draws.setdefault(chosen.shape[1], Draws(CPU))
         renewed.renew([iteration + 100 * seed for seed in (seeds or range(clients))])
-        training.step(training.prepare(case.stacked[rows, chosen]), case.targets[rows, chosen], renewed)
+        drawn_to = None if server is None else server[rows, chosen]
+        training.step(training.prepare(case.stacked[rows, chosen]), case.targets[rows, chosen], renewed, drawn_to)
     found = {name: training.layout.unstacked(name, stack) for name, stack in training.stacks.items()}
     return (training.losses / hyper.iterations).tolist(), found
+
+
+def predicted(case, kernels, prior=None):
+    """Return what the networks predict for their inputs as they are now."""
+    folded = FoldedStack(case.ladder, kernels, torch.float32)
+    folded.prior = prior
+    folded.fold(case.stacks(kernels.multiple))
+    return folded.scores(folded.prepare(case.stacked)).softmax(dim=2)
 
 
 def errors(case, before, found) -> tuple[float, float]:
@@ -132,6 +146,50 @@ def test_steps_that_are_drawn_back_by_hand(make_case):
     _, found = trained_stacked(case, Kernels(), hyper)
     once = 0.95 * start  # w − 0.5 · 0.1 w
     torch.testing.assert_close(found["features.0.bias"][0], 0.95 * once - 0.5 * 0.4 * (once - start))
+
+
+@pytest.mark.parametrize("calibrated", [False, True], ids=["plain", "calibrated"])
+def test_steps_that_are_drawn_to_the_servers_predictions(case, kernels, calibrated):
+    if calibrated:
+        case.calibrate()
+    check_steps(case, kernels, consistency=1.5)
+
+
+def test_a_step_towards_labels_and_predictions_by_hand(make_case):
+    """An exit of zeros gives q = 0.1 for each of ten labels. With p = 0.91 for one of them, 0.01 for the others and
+    β = 2, targets sum to 3: the gradient is 3 · 0.1 − y − 2 p, and the loss ln 10 + 2 (Σ p ln p + ln 10).
+    """
+    case = make_case(span=(0, 4, 0), samples=2)
+    stacks = case.stacks()
+    weight, bias = stacks["heads.0.weight"].zero_(), stacks["heads.0.bias"].zero_()
+    hyper = replace(HYPER, learning_rate=0.5, momentum=0.0, weight_decay=0.0, strong_convexity=0.0, consistency=2.0)
+    training = TrainingStack(case.ladder, Kernels(), torch.float32, stacks, hyper)
+    y, server = torch.zeros(2, 2, 10), torch.full((2, 2, 10), 0.01)
+    y[0, :, 4] = 1
+    y[1, 0, 4] = y[1, 1, 5] = 1
+    server[0, :, 7] = server[1, :, 4] = 0.91
+    training.step(training.prepare(case.stacked), y, Draws(CPU), server)
+    # Both samples of the first client say 4 and are drawn to 7; of the second one's, one says 4 and one 5, drawn to 4.
+    expected = torch.full((2, 10), 0.3 - 0.02)
+    expected[0, 4] = 0.3 - 1 - 0.02
+    expected[0, 7] = 0.3 - 1.82
+    expected[1, 4] = 0.3 - 0.5 - 1.82
+    expected[1, 5] = 0.3 - 0.5 - 0.02
+    torch.testing.assert_close(bias, -0.5 * expected)
+    assert weight.any()
+    loss = math.log(10) + 2 * (0.91 * math.log(0.91) + 0.09 * math.log(0.01) + math.log(10))
+    assert training.losses.tolist() == pytest.approx([loss, loss], rel=1e-6)
+
+
+def test_a_probability_of_zero_draws_to_nothing(make_case):
+    """What the server thinks impossible adds 0 · log 0 = 0 to the loss, and not what is no number."""
+    case = make_case(span=(0, 4, 0))
+    training = TrainingStack(case.ladder, Kernels(), torch.float32, case.stacks(), replace(HYPER, consistency=2.0))
+    scores = torch.zeros(2, 5, 10)
+    server = torch.eye(10)[torch.zeros(2, 5, dtype=torch.long)]
+    losses, gradient = training._aimed(scores, server, server)
+    assert losses.tolist() == pytest.approx([3 * math.log(10)] * 2)
+    torch.testing.assert_close(gradient[0, 0], torch.tensor([(0.3 - 3) / 5, *[0.3 / 5] * 9]))
 
 
 def check_steps(case, kernels, **changes):
@@ -294,10 +352,82 @@ def test_a_plan_says_how_much_memory_it_holds(make_case):
     assert plan.nbytes > inputs + 2 * parameters
 
 
+DRAWN = replace(HYPER, consistency=1.5)
+
+
+@pytest.mark.parametrize("calibrated", [False, True], ids=["plain", "calibrated"])
+def test_a_plan_predicts_what_the_plain_trainer_draws_to(case, calibrated):
+    """Before anything is trained, and anew for what the next round brings; a step sees three of five samples."""
+    prior = case.calibrate() if calibrated else None
+    plan = TrainingPlan(case.ladder, backend(), 5, DRAWN, None, calibrated=calibrated)
+    seen = []
+    for number in range(2):
+        expected = []
+        for client, segment in enumerate(case.segments):
+            with torch.no_grad():
+                segment.parameters()[0].mul_(1 + number)
+            expected.append(server_probabilities(task_of(client, DRAWN), segment, case.x[client], PLAIN))
+        plan.load(case.parameters(), list(zip(case.stacked, case.labels, strict=True)), DRAWN, None, prior=prior)
+        torch.testing.assert_close(plan.server, torch.stack(expected), rtol=1e-4, atol=1e-6)
+        seen.append(plan.server.clone())
+    assert (seen[1] - seen[0]).abs().max() > 1e-3
+
+
+def test_of_two_sets_of_statistics_a_plan_predicts_by_the_clean_one(make_case):
+    case = make_case()
+    both = []
+    for tensors in case.parameters():
+        second = {ADVERSARIAL + name: 2 * value + 1 for name, value in tensors.items() if "running" in name}
+        both.append({**tensors, **second})
+    plan = TrainingPlan(case.ladder, backend(), 5, DRAWN, None, observes=True)
+    plan.load(both, list(zip(case.stacked, case.labels, strict=True)), DRAWN, None)
+    torch.testing.assert_close(plan.server, predicted(case, Kernels()), rtol=1e-5, atol=1e-7)
+    assert plan.training is not None
+    name = "features.1.running_mean"
+    assert torch.equal(plan.training.stacks[name][0], both[0][ADVERSARIAL + name])  # and trains with the other
+
+
+def test_the_attack_does_not_see_the_draw(make_case):
+    case, threat = make_case(span=(0, 4, 0)), input_threat(0.1, 0.05, 2)
+    found = []
+    for hyper in (replace(HYPER, iterations=1), replace(DRAWN, iterations=1)):
+        plan = plan_of(case, threat, hyper)
+        _, losses, _ = play(plan, case, threat, hyper)
+        (iteration,) = plan._iterations.values()
+        found.append((iteration._perturbed, losses))
+    assert torch.equal(found[0][0], found[1][0])
+    assert min(other - one for one, other in zip(found[0][1], found[1][1], strict=True)) > 0.01
+
+
+def test_plans_without_a_draw_hold_nothing_for_it(make_case):
+    """Ten numbers for each of the five samples of both clients, and for each of the samples of both batch sizes."""
+    case, sizes = make_case(), []
+    for hyper in (HYPER, DRAWN):
+        plan = plan_of(case, None, hyper)
+        play(plan, case, hyper=hyper)
+        sizes.append(plan.nbytes - plan.folded.nbytes)
+    assert sizes[1] - sizes[0] == 4 * 10 * 2 * (5 + 3 + 2)
+
+
 def evaluation(case, threat: ThreatModel | None) -> StackEvaluation:
     folded = FoldedStack(case.ladder, Kernels(), torch.float32)
     folded.fold(case.stacks())
     return StackEvaluation(folded, case.stacked, case.labels, threat, (1, 2))
+
+
+def test_clients_of_a_ladder_have_scores_at_their_own_exits(make_case):
+    ends = ((0, None, None), (0, 6, 1), (0, 4, 0), (0, 4, 0))
+    alone = [make_case(span=span, clients=4) for span in ends]
+    prior = torch.randn(4, 10, generator=torch.Generator().manual_seed(3))
+    folded = FoldedStack(Ladder(tuple(case.program for case in alone)), Kernels(), torch.float32)
+    folded.prior = prior
+    parameters = [case.parameters()[number] for number, case in enumerate(alone)]
+    folded.fold(folded.layout.stacked(parameters, CPU))
+    found = folded.scores(folded.prepare(alone[0].stacked))
+    for number, case in enumerate(alone):
+        segment = replace(case.segments[number], prior=prior[number])
+        with torch.no_grad(), segment.still():
+            torch.testing.assert_close(found[number], segment.logits(case.x[number]), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("threat", [ThreatModel("l2", 0.0, 0.1, 5), ThreatModel("linf", 0.1, 0.1, 0)])

@@ -40,7 +40,7 @@ KNOWN_FIELDS: Mapping[type, frozenset[str]] = {
     Measure: frozenset(_MODEL | {"threat", "drawn"}),
     LocalTraining: frozenset(
         {"iterations", "batch", "learning_rate", "momentum", "weight_decay", "strong_convexity", "summed_heads"}
-        | {"fixed_statistics", "proximal"}
+        | {"fixed_statistics", "proximal", "consistency"}
     ),
     ThreatModel: frozenset({"norm", "radius", "step", "steps", "bounds"}),
     Timeline: frozenset({"discarded", "floor"}),

@@ -84,9 +84,16 @@ class FoldedStack(StackedNetwork):
         return z
 
     def scores(self, z: Tensor) -> Tensor:
-        """Return the class scores, K×N×classes, for clients that all leave at the end."""
-        (exits,) = self.ladder.exits
-        return self.calibrated(exits, self._exit(exits, self.features(z)).scores)
+        """Return the class scores of every client at its own exit, K×N×classes."""
+        found: dict[int, Tensor] = {}
+        before = z
+        for number, reach in enumerate(self.ladder.reach):
+            (z, _), before = self._run(number, z[:reach], before[:reach]), z
+            for exits in self.leaving(number + 1):
+                run = self._exit(exits, z[exits.low : exits.high])
+                found[exits.low] = self.calibrated(exits, run.scores)
+        rows = [found[low] for low in sorted(found)]
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def loss_gradient(self, z: Tensor, targets: Tensor, strong_convexity: float) -> Tensor:
         """Return the gradient of each sample's loss with respect to its prepared input; `targets` are one-hot."""

@@ -84,6 +84,9 @@ class TrainingPlan:
         self.rows = torch.arange(clients, device=device).unsqueeze(1)
         self.folded = FoldedStack(self.ladder, self.backend.kernels, self.backend.compute)
         self.prior = torch.zeros((clients, self.classes), device=device) if self.calibrated else None
+        drawn = clients, self.samples, self.classes
+        self.server = torch.zeros(drawn, device=device) if self.hyper.consistency else None
+        """What the networks that a group brings predict for its clean inputs, where training draws back to that."""
         self.training: TrainingStack | None = None
 
     def load(
@@ -123,6 +126,19 @@ class TrainingPlan:
             self.labels[number].copy_(labels)
         if self.attack is not None and threat is not None:
             self.attack.set(threat)
+        if self.server is not None:
+            self._predict(self.server)
+
+    def _predict(self, probabilities: Tensor) -> None:
+        """Note the probabilities that `client.boundary` draws to, as many samples at a time as a step sees.
+
+        They are those of evaluation mode, for clean inputs: of two sets of norm statistics by the one for these.
+        """
+        assert self.training is not None
+        self.folded.fold({**self.training.stacks, **self.training.observed})
+        pieces = (torch.split(tensor, self.hyper.batch, dim=1) for tensor in (self.inputs, probabilities))
+        for inputs, found in zip(*pieces, strict=True):
+            found.copy_(self.folded.scores(self.folded.prepare(inputs)).softmax(dim=2))
 
     def _begun(self, stacks: Tensors) -> TrainingStack:
         """Return networks in training that begin with these parameters, and all memory that later rounds use."""
@@ -170,6 +186,8 @@ class TrainingPlan:
     def nbytes(self) -> int:
         """How much memory it holds on to, besides what a captured graph computes in."""
         held = [self.inputs, self.labels]
+        if self.server is not None:
+            held.append(self.server)
         if self.training is not None:
             held += [tensor for part in self.training.held for tensor in part.values()]
         iterations = sum(iteration.nbytes for iteration in self._iterations.values())
@@ -191,6 +209,7 @@ class _Iteration:
         self._perturbed = torch.empty_like(self._clean)
         self._prepared = plan.folded.prepare(self._clean)
         self._targets = torch.empty((clients, size, plan.classes), device=device)
+        self._server = None if plan.server is None else torch.empty_like(self._targets)
         self._draws = Draws(device)
         self.pieces = [plan.backend.capture(piece) for piece in (self._begin, self._climb, self._step)]
 
@@ -209,6 +228,8 @@ class _Iteration:
         assert plan.training is not None
         self._clean.copy_(plan.inputs[plan.rows, self._positions])
         self._targets.copy_(one_hot(plan.labels[plan.rows, self._positions], plan.classes))
+        if self._server is not None and plan.server is not None:
+            self._server.copy_(plan.server[plan.rows, self._positions])
         if plan.observes:
             plan.training.observe(plan.folded.prepare(self._clean))
         x = self._clean
@@ -228,12 +249,15 @@ class _Iteration:
 
     def _step(self) -> None:
         assert self._plan.training is not None
-        self._plan.training.step(self._prepared, self._targets, self._draws)
+        self._plan.training.step(self._prepared, self._targets, self._draws, self._server)
 
     @property
     def nbytes(self) -> int:
         """How much memory it holds on to."""
-        return sum(t.nbytes for t in (self._clean, self._perturbed, self._prepared, self._targets)) + self._draws.nbytes
+        held = [self._clean, self._perturbed, self._prepared, self._targets]
+        if self._server is not None:
+            held.append(self._server)
+        return sum(tensor.nbytes for tensor in held) + self._draws.nbytes
 
 
 @dataclass(frozen=True)

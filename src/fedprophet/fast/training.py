@@ -88,8 +88,11 @@ class TrainingStack(StackedNetwork):
         torch._foreach_zero_([*self.velocity.values(), *self._summed.values()])
         self.losses.zero_()
 
-    def step(self, z: Tensor, targets: Tensor, draws: Draws) -> None:
-        """Take one step of SGD on a prepared (perturbed) batch; `targets` are one-hot, dropout comes from `draws`."""
+    def step(self, z: Tensor, targets: Tensor, draws: Draws, server: Tensor | None = None) -> None:
+        """Take one step of SGD on a prepared (perturbed) batch; `targets` are one-hot, dropout comes from `draws`.
+
+        `server` are the probabilities that training draws back to, in the shape of the targets, where it does.
+        """
         blocks, weights = self.ladder.longest.blocks, self._weights()
         saved = list(self._run(z, weights, self.stacks))
         gradients = dict(self._nothing)
@@ -100,7 +103,7 @@ class TrainingStack(StackedNetwork):
             kept = saved.pop()
             behind = blocks[min(number + 1, len(blocks) - 1)]
             deeper = partial(self._deeper, behind, above, weights[behind], shortcuts.pop(number + 1, None))
-            here = partial(self._exit, kept.left, targets, draws, gradients)
+            here = partial(self._exit, kept.left, targets, server, draws, gradients)
             gradient = joined(kept.left, self.leaving(number + 1), above, deeper, here)
             if kept.winners is not None:
                 gradient = self.kernels.unpool(kept.winners, gradient, blocks[number].pool)
@@ -156,30 +159,51 @@ class TrainingStack(StackedNetwork):
         return Normed(convolved, running_statistics(norm) if fixed else self.kernels.norm_statistics(convolved, norm))
 
     def _exit(
-        self, features: Tensor, targets: Tensor, draws: Draws, gradients: Gradients, exits: Exits, out: Tensor | None
+        self,
+        features: Tensor,
+        targets: Tensor,
+        server: Tensor | None,
+        draws: Draws,
+        gradients: Gradients,
+        exits: Exits,
+        out: Tensor | None,
     ) -> Tensor:
         """Return the gradient of the mean loss with respect to the feature, and note those of the dense layers."""
         clients = slice(exits.low, exits.high)
-        dense, feature, targets = exits.program.dense, features[clients], targets[clients]
+        dense, feature = exits.program.dense, features[clients]
         weights = [self._weight(layer.name) for layer in dense]
         biases = [self.stacks[f"{layer.name}.bias"].to(self.compute) if layer.bias else None for layer in dense]
         run = dense_forward(
             dense, weights, biases, self.pooled(exits, feature), partial(draws.uniform, first=exits.low)
         )
         samples, mu = targets.shape[1], self.hyper.strong_convexity
-        scores = self.calibrated(exits, run.scores)
-        loss = -(scores.log_softmax(dim=2) * targets).sum(dim=(1, 2)) / samples
+        drawn = None if server is None else server[clients]
+        loss, gradient = self._aimed(self.calibrated(exits, run.scores), targets[clients], drawn)
         if exits.program.convex:
             norms = torch.linalg.vector_norm(feature.flatten(1), dim=1, dtype=torch.float32)
             loss = loss + 0.5 * mu * norms.square() / samples
         self.losses[clients] += loss
-        gradient = ((scores.softmax(dim=2) - targets) / samples).to(self.compute)
-        gradient, found = dense_backward(dense, weights, run, gradient)
+        gradient, found = dense_backward(dense, weights, run, gradient.to(self.compute))
         for layer, (weight, bias) in zip(dense, found, strict=True):
             gradients[f"{layer.name}.weight"] = weight
             if layer.bias:
                 gradients[f"{layer.name}.bias"] = bias
         return self.exit_gradient(exits, gradient, feature, mu / samples, out=out)
+
+    def _aimed(self, scores: Tensor, targets: Tensor, server: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return each client's mean loss, and its gradient at the class scores, of which q are the probabilities.
+
+        The loss is that of `client.aims`, −Σ y log q + β Σ p (log p − log q), for one-hot y and the server's p. So with
+        t = y + β p it is −Σ t log q but for a constant, and its gradient is (Σ t) q − t: these t do not sum to 1.
+        """
+        samples, log_q, q = scores.shape[1], scores.log_softmax(dim=2), scores.softmax(dim=2)
+        if server is None:
+            return -(log_q * targets).sum(dim=(1, 2)) / samples, (q - targets) / samples
+        strength = self.hyper.consistency
+        aims = targets + strength * server
+        # Where p is near q, what nearly cancels is subtracted before it is summed.
+        loss = strength * (torch.xlogy(server, server) - server * log_q) - targets * log_q
+        return loss.sum(dim=(1, 2)) / samples, (aims.sum(dim=2, keepdim=True) * q - aims) / samples
 
     def _backward(
         self, part: Convolution, x: Tensor, normed: Normed, active: Tensor, g: Tensor, gradients: Gradients
