@@ -117,6 +117,7 @@ AS_JFAT = ("rounds=110", "train.decay=0.973", "train.warmup=10%", "attack.ramp=3
 """What the preset has for jFAT alone."""
 AT_ONCE = ("attack.ramp=0", "train.warmup=20%")
 FROZEN = "norm.layers=frozen"
+MEAN = "aggregate.horizon=30%"
 FIRST_RULES = (
     "rounds=150",
     "train.decay=0.98",
@@ -140,6 +141,12 @@ def _one_model() -> Iterator[Row]:
     yield Row("mirror-global-jfat", "jFAT, the attack grows, mirror images", GLOBAL, "jfat", mirrored)
     higher = (*EVERY_20, "train.learning_rate=0.02", "train.decay=0.96")
     yield Row("higher-global-jfat", "jFAT, the attack grows, rate 0.02", GLOBAL, "jfat", higher)
+    mean = (*EVERY_20, MEAN)
+    yield Row("mean-global-jfat", "jFAT, the attack grows, mean of rounds", GLOBAL, "jfat", mean)
+    drawn = (*mean, "train.consistency=1.0")
+    yield Row("drawn-global-jfat", "jFAT, the attack grows, mean of rounds, consistency 1", GLOBAL, "jfat", drawn)
+    longer = (*mean, "train.iterations=60")
+    yield Row("longer-global-jfat", "jFAT, the attack grows, mean of rounds, 60 iterations", GLOBAL, "jfat", longer)
     in_one_place = (*higher, *IN_ONE_PLACE)
     yield Row("iid-higher-global-jfat", "jFAT, the attack grows, rate 0.02, i.i.d. on 10", GLOBAL, "jfat", in_one_place)
     yield Row("short-global-jfat", "jFAT, at once", GLOBAL, "jfat", (*stages, *AT_ONCE, "train.decay=0.994"))
