@@ -116,6 +116,7 @@ IN_ONE_PLACE = ("shards.kind=iid", "population.clients=10")
 AS_JFAT = ("rounds=110", "train.decay=0.973", "train.warmup=10%", "attack.ramp=30%")
 """What the preset has for jFAT alone."""
 AT_ONCE = ("attack.ramp=0", "train.warmup=20%")
+MOVED = ("data.mirror=true", "data.shift=4")
 FROZEN = "norm.layers=frozen"
 MEAN = "aggregate.horizon=30%"
 FIRST_RULES = (
@@ -128,34 +129,48 @@ FIRST_RULES = (
 )
 """What the preset with rules of our own had when it was first played."""
 SHORT = ("rounds=100", "train.decay=0.97", "evaluate.every=20", "checkpoint.every=50")
+STAGES = (SAVED_OFTEN, "rounds=200", "perturbation.every=20")
+"""At most 200 rounds for a stage of FedProphet."""
 
 
 def _one_model() -> Iterator[Row]:
-    """Yield runs of the presets for one model; FedProphet's stages have at most 200 and 150 rounds."""
-    stages = (SAVED_OFTEN, "rounds=200", "perturbation.every=20")
+    """Yield all methods with the settings for one model; FedProphet's stages have at most 200 and 150 rounds."""
     yield Row("global-jfat", "jFAT, the attack grows", GLOBAL, "jfat", EVERY_20, SEEDS["jfat"])
     for method in ORDER[2:]:
         title = METHODS[method].paper.removesuffix("-AT")
         yield Row(f"global-{method}", f"{title}, the attack grows", GLOBAL, method, (*EVERY_20, *AS_JFAT))
-    mirrored = (*EVERY_20, "data.mirror=true")
-    yield Row("mirror-global-jfat", "jFAT, the attack grows, mirror images", GLOBAL, "jfat", mirrored)
-    higher = (*EVERY_20, "train.learning_rate=0.02", "train.decay=0.96")
-    yield Row("higher-global-jfat", "jFAT, the attack grows, rate 0.02", GLOBAL, "jfat", higher)
-    mean = (*EVERY_20, MEAN)
-    yield Row("mean-global-jfat", "jFAT, the attack grows, mean of rounds", GLOBAL, "jfat", mean)
-    drawn = (*mean, "train.consistency=1.0")
-    yield Row("drawn-global-jfat", "jFAT, the attack grows, mean of rounds, consistency 1", GLOBAL, "jfat", drawn)
-    longer = (*mean, "train.iterations=60")
-    yield Row("longer-global-jfat", "jFAT, the attack grows, mean of rounds, 60 iterations", GLOBAL, "jfat", longer)
-    in_one_place = (*higher, *IN_ONE_PLACE)
-    yield Row("iid-higher-global-jfat", "jFAT, the attack grows, rate 0.02, i.i.d. on 10", GLOBAL, "jfat", in_one_place)
-    yield Row("short-global-jfat", "jFAT, at once", GLOBAL, "jfat", (*stages, *AT_ONCE, "train.decay=0.994"))
-    yield Row("once-global-jfat", "jFAT, at once, quicker decay", GLOBAL, "jfat", (*SHORT, *AT_ONCE))
-    yield Row("frozen-global-jfat", "jFAT, at once, frozen", GLOBAL, "jfat", (*SHORT, *AT_ONCE, FROZEN))
-    yield Row("iid-global-jfat", "jFAT, at once, i.i.d. on 10", GLOBAL, "jfat", (*SHORT, *AT_ONCE, *IN_ONE_PLACE))
-    yield Row("short-global-fedprophet", "FedProphet, the paper's rules", GLOBAL, "fedprophet", stages)
+    yield Row("short-global-fedprophet", "FedProphet, the paper's rules", GLOBAL, "fedprophet", STAGES)
     rules = (SAVED_OFTEN, FROZEN, *FIRST_RULES)
     yield Row("frozen-best-fedprophet", "FedProphet, rules of our own, frozen", BEST.preset, "fedprophet", rules)
+
+
+def _tried() -> Iterator[Row]:
+    """Yield what was tried with jFAT for one model: with an attack that grows, and with the whole attack at once."""
+    mirrored = (*EVERY_20, "data.mirror=true")
+    yield Row("mirror-global-jfat", "the attack grows, mirror images", GLOBAL, "jfat", mirrored)
+    higher = (*EVERY_20, "train.learning_rate=0.02", "train.decay=0.96")
+    yield Row("higher-global-jfat", "the attack grows, rate 0.02", GLOBAL, "jfat", higher)
+    mean = (*EVERY_20, MEAN)
+    yield Row("mean-global-jfat", "the attack grows, mean of rounds", GLOBAL, "jfat", mean)
+    drawn = (*mean, "train.consistency=1.0")
+    yield Row("drawn-global-jfat", "the attack grows, mean of rounds, consistency 1", GLOBAL, "jfat", drawn)
+    longer = (*mean, "train.iterations=60")
+    yield Row("longer-global-jfat", "the attack grows, mean of rounds, 60 iterations", GLOBAL, "jfat", longer)
+    moved = (*mean, *MOVED)
+    yield Row("moved-global-jfat", "the attack grows, mean of rounds, moved", GLOBAL, "jfat", moved)
+    more = (*moved, "train.iterations=60")
+    yield Row(
+        "moved-longer-global-jfat", "the attack grows, mean of rounds, moved, 60 iterations", GLOBAL, "jfat", more
+    )
+    in_one_place = (*higher, *IN_ONE_PLACE)
+    yield Row("iid-higher-global-jfat", "the attack grows, rate 0.02, i.i.d. on 10", GLOBAL, "jfat", in_one_place)
+    together = (*in_one_place, *MOVED)
+    title = "the attack grows, rate 0.02, moved, i.i.d. on 10"
+    yield Row("iid-moved-higher-global-jfat", title, GLOBAL, "jfat", together)
+    yield Row("short-global-jfat", "at once", GLOBAL, "jfat", (*STAGES, *AT_ONCE, "train.decay=0.994"))
+    yield Row("once-global-jfat", "at once, quicker decay", GLOBAL, "jfat", (*SHORT, *AT_ONCE))
+    yield Row("frozen-global-jfat", "at once, frozen", GLOBAL, "jfat", (*SHORT, *AT_ONCE, FROZEN))
+    yield Row("iid-global-jfat", "at once, i.i.d. on 10", GLOBAL, "jfat", (*SHORT, *AT_ONCE, *IN_ONE_PLACE))
 
 
 BEST = Row(
@@ -176,6 +191,7 @@ GROUPS: tuple[Group, ...] = (
         (*_ablation(BALANCED[ORDER.index("fedprophet")]), *_ablation(BEST)),
     ),
     Group("One model for everyone", tuple(_one_model()), ONE_MODEL),
+    Group("One model for everyone: what was tried with jFAT", tuple(_tried()), ONE_MODEL),
 )
 """The tables of the page, and the runs behind them."""
 CELLS: Mapping[str, Cell] = {cell.name: cell for group in GROUPS for cell in group.cells}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # Matplotlib is an extra and slow to import: it is loaded onl
 
 # Okabe and Ito's colours, which people with any kind of colour blindness can tell apart; yellow is too light for lines.
 COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C564B", "#7F7F7F")
-STYLES = [(colour, dashes) for dashes in ("-", "--") for colour in COLOURS]
+STYLES = [(colour, dashes) for dashes in ("-", "--", ":") for colour in COLOURS]
 MEASURES = {"clean": "clean accuracy", "adversarial": "accuracy under PGD-20"}
 CIRCLES = "circles: the round that a module was kept at"
 WIDTH, HEIGHT, LABEL_GAP = 11.0, 3.5, 0.062

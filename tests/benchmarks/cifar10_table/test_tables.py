@@ -108,17 +108,15 @@ def test_one_model_for_everyone_has_columns_of_its_own(page, tmp_path):
     small_tar(tmp_path / "kept", JOINT, 0.8, 0.6, uncalibrated=pair)
     assert cifar10.main(["--page", str(page), "bring", str(tmp_path / "kept")]) == 0
     made = tables(read_kept(page.with_suffix("")))
-    *_, table = made.partition("\n\nPlayed with:")[0].split("### ")
+    *_, table, tried = made.partition("\n\nPlayed with:")[0].split("### ")
     accuracies = "personalised clean / PGD-20 | personalised AutoAttack | uncalibrated clean / PGD-20"
     columns = f"{accuracies} | global clean / PGD-20 | best round | wall clock"
-    heads, rows = table.splitlines()[2:5], table.splitlines()[5:]
-    assert heads == [
-        f"| method | seed | {columns} |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-        "| jFAT, the attack grows | 0, 1, 2 | | | | | | |",
-    ]
-    assert "| jFAT, at once | 0 | 70.0 / 50.0 | 40.0 (50 samples) | 59.0 / 26.0 | 70.0 / 50.0 | 1 of 2 | 12 s |" in rows
-    assert made.count("uncalibrated") == 1
+    heads = [f"| method | seed | {columns} |", "| --- | --- | --- | --- | --- | --- | --- | --- |"]
+    assert table.splitlines()[2:5] == [*heads, "| jFAT, the attack grows | 0, 1, 2 | | | | | | |"]
+    assert tried.splitlines()[2:5] == [*heads, "| the attack grows, mirror images | 0 | | | | | | |"]
+    row = "| at once | 0 | 70.0 / 50.0 | 40.0 (50 samples) | 59.0 / 26.0 | 70.0 / 50.0 | 1 of 2 | 12 s |"
+    assert row in tried.splitlines()
+    assert made.count("uncalibrated") == 2
 
 
 def test_every_column_of_a_table_is_one_of_ours_or_the_papers():
@@ -198,7 +196,7 @@ def test_the_figure_is_the_same_again(page, tmp_path):
 
 def test_the_figure_has_every_row_however_many_there_are(page, tmp_path):
     pytest.importorskip("matplotlib")
-    rows = [row for group in GROUPS for row in group.rows if group.title == "One model for everyone"]
+    rows = max((group.rows for group in GROUPS), key=len)
     for row in rows:
         small_tar(tmp_path / "kept", f"{row.name}-seed0", 0.7, 0.5)
     cifar10.main(["--page", str(page), "bring", str(tmp_path / "kept")])
