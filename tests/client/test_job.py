@@ -17,11 +17,11 @@ from fedprophet.client.job import Job
 from fedprophet.client.layer_store import ClientStore
 from fedprophet.client.run import Client, run_client
 from fedprophet.client.workspace import Workspace
-from fedprophet.data.dataset import ClientData, LocalExamples, TensorExamples
+from fedprophet.data.dataset import ClientData, LocalExamples, TensorExamples, shifted
 from fedprophet.messages.codec import encode
 from fedprophet.messages.modules import ModuleStore
 from fedprophet.messages.tasks import Evaluate, Measure, Predict, Refresh, Train
-from fedprophet.messages.values import LocalTraining, Resources
+from fedprophet.messages.values import FrozenModule, LocalTraining, Resources
 from fedprophet.threat import feature_threat, input_threat
 
 HYPER = LocalTraining(2, 4, learning_rate=0.1, momentum=0.0, weight_decay=0.0, strong_convexity=0.0)
@@ -207,6 +207,53 @@ def test_mirror_images_change_neither_weights_nor_frequencies(workspace, client)
     measured = run_client(Measure(**fields(workspace), threat=THREAT), mirrored, workspace)
     assert (measured.samples, measured.weight) == (12, 6.0)
     assert run_client(Evaluate(**fields(workspace)), mirrored, workspace).samples == 2
+
+
+def test_training_images_move_by_other_offsets_in_each_round_and_client(workspace, client):
+    shifting = replace(client, data=replace(client.data, mirrored=True, shift=2))
+    task = Train(**fields(workspace), training=HYPER)
+    others = (
+        replace(task, round=task.round + 1),
+        replace(task, client=task.client + 1),
+        replace(task, seed=task.seed + 1),
+    )
+    first, *rest = (Job(each, shifting, workspace).offsets for each in (task, *others))
+    assert first.shape == (12, 2)
+    assert {int(offset) for offsets in (first, *rest) for offset in offsets.flatten()} == {-2, -1, 0, 1, 2}
+    assert torch.equal(first, Job(task, shifting, workspace).offsets)
+    assert not any(torch.equal(first, other) for other in rest)
+
+
+def test_only_training_sees_moved_images(workspace, client):
+    shifting = replace(client, data=replace(client.data, shift=1))
+    for task in (
+        Refresh(**fields(workspace)),
+        Measure(**fields(workspace), threat=THREAT),
+        Evaluate(**fields(workspace)),
+    ):
+        job = Job(task, shifting, workspace)
+        assert job.offsets is None
+        assert job.examples is shifting.data.train
+    assert Job(Train(**fields(workspace), training=HYPER), client, workspace).examples is client.data.train
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_batches_have_moved_images_behind_frozen_modules_too(workspace, client, first):
+    """One batch of all six: the trained part reads each image as it was moved, or its features; none are kept."""
+    seen = []
+    shifting = replace(client, data=replace(client.data, shift=1))
+    shared = fields(workspace)["parameters"]
+    module = FrozenModule(0, 1, workspace.modules.add({n: shared.pop(n) for n in workspace.chain.shared(0, first)}))
+    hyper = replace(HYPER, iterations=1, batch=6)
+    task = Train(**fields(workspace, first=first, parameters=shared, frozen=(module,) * first), training=hyper)
+    hook = workspace.chain.atoms[first].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].clone()))
+    run_client(task, shifting, workspace)
+    hook.remove()
+    images = shifted(client.data.own.fetch(torch.arange(6)), Job(task, shifting, workspace).offsets)
+    moved = TensorExamples(images, client.data.own.labels)
+    expected = workspace.part(0, 1).run_over(moved, 6) if first else images
+    assert sorted(seen[-1].flatten(1).tolist()) == sorted(expected.flatten(1).tolist())
+    assert not workspace.features.memory.size
 
 
 def test_batches_have_mirror_images(workspace, client):

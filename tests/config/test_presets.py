@@ -30,6 +30,7 @@ COMMON: Mapping[str, Any] = {
     "population.cohort": 10,
     "data.validation": 0.2,
     "data.mirror": False,
+    "data.shift": 0,
     "shards.kind": "skewed",
     "shards.iid_fraction": 0.2,
     "fleet.performance": "apps",

@@ -8,9 +8,11 @@ from fedprophet.data.dataset import (
     LocalExamples,
     MapExamples,
     MirroredExamples,
+    ShiftedExamples,
     TensorExamples,
     from_datasets,
     from_tensors,
+    shifted,
 )
 from fedprophet.errors import DataError
 
@@ -289,6 +291,37 @@ def test_only_training_is_mirrored():
     assert (len(mirrored.train), len(mirrored.own), len(mirrored.validation)) == (2, 1, 1)
     assert (plain.size, mirrored.size) == (2, 2)
     assert mirrored.validation is held_out
+
+
+# ---------------------------------------------------------------- moved images
+
+
+def test_images_are_moved_down_and_right():
+    """Each by its own offset: one down, two left, not at all; what comes in is black, what goes out is gone."""
+    image = torch.tensor([[[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]])
+    moved = shifted(torch.stack([image, image, image]), torch.tensor([[1, 0], [0, -2], [0, 0]]))
+    down = [[[0, 0, 0], [1, 2, 3]]]
+    left = [[[3, 0, 0], [6, 0, 0]]]
+    assert moved.int().tolist() == [down, left, image.int().tolist()]
+
+
+def test_all_channels_move_together_and_nothing_stored_changes():
+    images = torch.rand(5, 3, 6, 4)
+    stored, offsets = images.clone(), torch.tensor([[0, 3], [-5, 1], [2, -2], [5, -3], [-1, -1]])
+    moved = shifted(images, offsets)
+    assert torch.equal(images, stored)
+    for before, after, (down, right) in zip(images, moved, offsets.tolist(), strict=True):
+        wide = torch.nn.functional.pad(before, (5, 5, 5, 5))
+        assert torch.equal(after, wide[:, 5 - down : 11 - down, 5 - right : 9 - right])
+
+
+def test_an_example_moves_by_its_own_offset_wherever_it_is_asked_for():
+    offsets = torch.tensor([[0, 1], [0, 0], [0, -1], [0, 0]])
+    moved = ShiftedExamples(MirroredExamples(pictures()), offsets)
+    assert (len(moved), moved.labels.tolist()) == (4, [1, 0, 1, 0])
+    fetched = (moved.fetch(indices(2, 0, 3)) * 5).round().int().tolist()
+    right, turned_left = [[[0, 0, 1]], [[0, 3, 4]]], [[[1, 0, 0]], [[4, 3, 0]]]
+    assert fetched == [turned_left, right, [[[0, 0, 5]], [[0, 1, 1]]]]
 
 
 # ---------------------------------------------------------------- whole datasets

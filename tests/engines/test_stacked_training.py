@@ -279,6 +279,28 @@ def test_calibrated_attacks_at_the_exits_of_a_ladder(cascade, stacked, paired):
     assert raised == pytest.approx(expected, rel=0.02)
 
 
+def test_moved_images(session_of, joint, assert_same_training):
+    """Images move by the same offsets on both engines."""
+    usual, moved = (session_of({"method": "jfat", "data.shift": value}) for value in (0, 2))
+    before = {update.client: update for update in usual.engine.map(joint(usual, threat=None))}
+    for update in assert_same_training(moved, joint(moved, threat=None)):
+        assert update.samples == before[update.client].samples
+        assert abs(update.loss - before[update.client].loss) > 1e-3
+
+
+def test_features_of_moved_images(cascade, stacked, assert_same_training, monkeypatch):
+    """Behind frozen modules, where features would be kept from round to round, each round has its own."""
+    session, last = cascade.session, cascade.states[-1]
+    monkeypatch.setattr(session.population, "_shift", 2)
+    engine, losses = stacked(session), []
+    for number in (last.round + 1, last.round + 2):
+        tasks = [session.method._train_task(replace(last, round=number), client, 2) for client in range(6)]
+        still = replace(tasks[0].training, learning_rate=1e-9)
+        tasks = [replace(task, threat=None, training=still) for task in tasks]
+        losses.append([update.loss for update in assert_same_training(session, tasks, engine)])
+    assert all(abs(first - second) > 1e-3 for first, second in zip(*losses, strict=True))
+
+
 def test_mirror_images(session_of, joint, assert_same_training):
     """Batches are drawn from twice as many samples, from the same ones on both engines."""
     plain, mirrored = (session_of({"method": "jfat", "data.mirror": value}) for value in (False, True))

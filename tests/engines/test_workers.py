@@ -53,6 +53,7 @@ METHODS = {
     "refreshed": {**REFRESH, "method": "heterofl", "train.warmup": 0, "norm.layers": "statistics-local"},
     "jfat": {"method": "jfat", "rounds": 2, "population.cohort": 3},
     "mirrored": {"method": "jfat", "rounds": 2, "data.mirror": True, "train.calibration": "labels"},
+    "moved": {"train.warmup": 0, "memory.budget": "70%", "rounds": 2, "data.shift": 1},
     "drawn back": {
         "method": "jfat",
         "rounds": 2,

@@ -452,12 +452,13 @@ def test_home_by_default_is_the_users():
 
 def test_a_node_mirrors_its_training_images_where_the_run_does(tiny):
     """Its weight stays the size of its shard, whether the shard is dealt out or its own."""
-    parts = make_parts(tiny({"method": "jfat", "population.clients": 3, "data.mirror": True}))
+    parts = make_parts(tiny({"method": "jfat", "population.clients": 3, "data.mirror": True, "data.shift": 2}))
     run = node._open_run("facade", RunManifest.of(parts).to_text(), "", False)
     own = node._own_data(run, NodeConfig.of({"partition-id": 1, "shard": "own"}))
     for data, size in ((own, 1797), (run.population.client_data(1), parts.population.samples(1))):
         count = len(data.own)
         assert data.size == count + len(data.validation) == size
+        assert data.shift == 2
         images = data.train.fetch(torch.tensor([3, count + 3]))
         assert len(data.train) == 2 * count
         assert torch.equal(images[1], images[0].flip(2))

@@ -228,7 +228,7 @@ def test_methods_without_modules_are_counted_by_the_paper(tiny) -> None:
 # Mirror images.
 
 
-def test_mirror_images_are_refused_where_there_is_no_left_and_right(tiny) -> None:
+def test_mirror_images_and_moved_ones_are_refused_where_there_is_no_picture(tiny) -> None:
     rows, labels = torch.rand(8, 6), torch.arange(8) % 2
     vectors = from_tensors(rows, labels, rows, labels)
     net = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 2))
@@ -237,6 +237,16 @@ def test_mirror_images_are_refused_where_there_is_no_left_and_right(tiny) -> Non
         ConfigError, match=r"^data\.mirror: the data are of shape \(6,\), and only images.* Leave it false$"
     ):
         assemble(tiny({**settings, "data.mirror": True}), model=net, dataset=vectors)
+    with pytest.raises(ConfigError, match=r"^data\.shift: the data are of shape \(6,\).* can be moved\. Leave it 0$"):
+        assemble(tiny({**settings, "data.shift": 1}), model=net, dataset=vectors)
+
+
+def test_images_are_not_moved_out_of_sight(tiny) -> None:
+    assemble(tiny({"method": "jfat", "data.shift": 7}))
+    with pytest.raises(
+        ConfigError, match=r"^data\.shift: 8 pixels move images of 1x8x8 out of sight\. Take at most 7$"
+    ):
+        assemble(tiny({"method": "jfat", "data.shift": 8}))
 
 
 def test_mirror_images_are_a_clients_training_samples(tiny) -> None:

@@ -20,11 +20,12 @@ from fedprophet.client.measure import evaluated_positions
 from fedprophet.client.statistics import ADVERSARIAL
 from fedprophet.client.subnetwork import NarrowLayers
 from fedprophet.client.workspace import LocalLayers, Workspace
-from fedprophet.data.dataset import ClientData
+from fedprophet.data.dataset import ClientData, Examples, ShiftedExamples
 from fedprophet.messages.answers import Evaluated, Measured, Refreshed, Trained
 from fedprophet.messages.modules import digest
 from fedprophet.messages.tasks import Evaluate, Measure, ModelTask, Refresh, Task, Train
 from fedprophet.messages.values import Resources
+from fedprophet.randomness import generator
 
 T_co = TypeVar("T_co", bound=Task, covariant=True)
 
@@ -112,6 +113,21 @@ class Job(Generic[T_co]):
         before = self.workspace.chain.local(0, self.task.first)
         version = digest({name: self.known[name] for name in before if name in self.known})
         return self.task.client, tuple(module.digest for module in self.task.frozen), version
+
+    @cached_property
+    def offsets(self) -> Tensor | None:
+        """How far down and right each training image is moved in this round; None if the task moves none."""
+        task, data = self.task, self.client.data
+        if not (data.shift and isinstance(task, Train)):
+            return None
+        draw = generator(task.seed, "shift", task.round, task.client)
+        return torch.randint(-data.shift, data.shift + 1, (len(data.train), 2), generator=draw)
+
+    @cached_property
+    def examples(self) -> Examples:
+        """The client's training samples as the task sees them."""
+        train = self.client.data.train
+        return train if self.offsets is None else ShiftedExamples(train, self.offsets)
 
     @cached_property
     def prior(self: "Job[Train | Evaluate | Refresh]") -> Tensor | None:

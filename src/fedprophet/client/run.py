@@ -3,7 +3,7 @@
 A new kind of task registers its handler here.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import singledispatch
 
@@ -151,22 +151,27 @@ def _loaded(job: Job[ModelTask]) -> Workspace:
 
 def _inputs(job: Job[ModelTask], workspace: Workspace) -> Inputs:
     """Return what atom `first` reads for each training sample: images, or the cached features of the frozen prefix."""
-    examples = job.client.data.train
+    examples = job.examples
     prefix = workspace.part(0, job.task.first)
     if workspace.frugal:
         return _fetched(job, workspace, prefix)
     if not job.task.frozen:
         return prefix.take(examples.fetch(torch.arange(len(examples))))
-    return prefix.take(workspace.features.get(job.features_key, lambda: prefix.run_over(examples, job.task.batch)))
+    return prefix.take(_features(job, workspace, lambda: prefix.run_over(examples, job.task.batch)))
+
+
+def _features(job: Job[ModelTask], workspace: Workspace, compute: Callable[[], Tensor]) -> Tensor:
+    """Return features of the training samples from the cache; those of moved images are of this round alone."""
+    return compute() if job.offsets is not None else workspace.features.get(job.features_key, compute)
 
 
 def _fetched(job: Job[ModelTask], workspace: Workspace, prefix: ModelPart) -> Inputs:
     """Return the same as something that holds none of them: images are read one batch at a time, features in files."""
-    examples, device = job.client.data.train, workspace.device
+    examples, device = job.examples, workspace.device
     # Where training is limited on a GPU, the chain is not all on it, and could not say what device it is on.
     if not job.task.frozen:
         return FetchedInputs(len(examples), lambda positions: examples.fetch(positions).to(device))
-    features = workspace.features.get(job.features_key, lambda: prefix.run_into_file(examples, job.task.batch))
+    features = _features(job, workspace, lambda: prefix.run_into_file(examples, job.task.batch))
     return FetchedInputs(len(examples), lambda positions: features[positions].to(device))
 
 

@@ -134,6 +134,29 @@ class MirroredExamples(_Labelled):
         return images
 
 
+class ShiftedExamples(_Labelled):
+    """Some examples, each moved by an offset of its own: a row of `offsets` says how far down and how far right."""
+
+    def __init__(self, examples: Examples, offsets: Tensor) -> None:
+        self._examples, self._offsets = examples, offsets
+        self._labels = examples.labels
+
+    def fetch(self, indices: Tensor) -> Tensor:
+        return shifted(self._examples.fetch(indices), self._offsets[indices])
+
+
+def shifted(images: Tensor, offsets: Tensor) -> Tensor:
+    """Return images (n × … × height × width), each moved down and right by its row of `offsets`, on black."""
+    for dim, moved in zip((-2, -1), offsets.to(images.device).unbind(dim=1), strict=True):
+        size = images.shape[dim]
+        shape = [len(images), *[1] * (images.ndim - 1)]
+        shape[dim] = size
+        source = (torch.arange(size, device=images.device) - moved[:, None]).view(shape)
+        inside = (source >= 0) & (source < size)
+        images = images.take_along_dim(source.clamp(0, size - 1), dim).mul_(inside)
+    return images
+
+
 class JoinedExamples(_Labelled):
     """Two sets of examples as one, the second after the first."""
 
@@ -154,11 +177,13 @@ class ClientData:
     """What one client sees: its own examples to train on, as they are or with their mirror images, and held-out ones.
 
     Mirror images are for training alone: how much a client counts, and which labels it has, its own examples say.
+    In training, images may also be moved by up to `shift` pixels, by others in each round.
     """
 
     own: Examples
     validation: Examples
     mirrored: bool = False
+    shift: int = 0
 
     @cached_property
     def train(self) -> Examples:

@@ -149,6 +149,13 @@ class DataSettings(Section):
         "For photographs: a mirrored digit is not that digit any more. Held-out, test and public images stay as they "
         "are.",
     )
+    shift: int = Field(
+        default=0,
+        ge=0,
+        le=10**9,
+        description="Pixels by which each training image is moved at most, down or up and right or left, by an offset "
+        "that is drawn anew in each round. What comes in is black. Only training sees moved images.",
+    )
 
     def conflicts(self, config: object) -> Iterator[str]:
         """Yield a line for each option that the dataset's loader does not have."""

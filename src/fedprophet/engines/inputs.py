@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fedprophet.client.job import Job
-from fedprophet.data.dataset import Examples
+from fedprophet.data.dataset import Examples, shifted
 from fedprophet.messages.tasks import Evaluate, ModelTask
 from fedprophet.storage.bounded import BoundedCache
 
@@ -24,7 +24,12 @@ class Inputs:
         self.resident: BoundedCache[Hashable, Tensor] = BoundedCache(limit, lambda tensor: tensor.nbytes, least=1)
 
     def features(self, jobs: Sequence[J], make: Callable[[Sequence[J]], Sequence[Tensor]]) -> list[Tensor]:
-        """Return the features of the clients' training samples behind their frozen modules, which `make` computes."""
+        """Return the features of the clients' training samples behind their frozen modules, which `make` computes.
+
+        Those of moved images are of this round alone, and are not kept.
+        """
+        if jobs[0].offsets is not None:
+            return list(make(jobs))
         keys = [("features", job.features_key) for job in jobs]
         # Those that are there are taken first: to make the others may drive them out.
         found = {key: there for key in keys if (there := self.resident.get(key)) is not None}
@@ -35,14 +40,17 @@ class Inputs:
         return [found[key] for key in keys]
 
     def images(self, job: Job[ModelTask], split: Split = "train") -> Tensor:
-        """Return the images of one split of a client's data."""
+        """Return the images of one split of a client's data; those to train on where the task moves them."""
         examples: Examples = getattr(job.client.data, split)
 
         def fetch() -> Tensor:
             images = examples.fetch(torch.arange(len(examples))).to(self._device)
             return images.permute(0, 2, 3, 1).contiguous()
 
-        return self._get(("images", job.task.client, split), fetch)
+        images = self._get(("images", job.task.client, split), fetch)
+        if split != "train" or job.offsets is None:
+            return images
+        return shifted(images.permute(0, 3, 1, 2), job.offsets).permute(0, 2, 3, 1).contiguous()
 
     def labels(self, job: Job[ModelTask], split: Split = "train") -> Tensor:
         """Return the labels of these images."""

@@ -27,6 +27,7 @@ class Population:
         fleet: FleetSettings | None = None,
         validation: float = 0.2,
         mirror: bool = False,
+        shift: int = 0,
         public: int = 0,
     ) -> None:
         """Deal out the training set, and move `public` samples from the test set to the server's public set."""
@@ -35,7 +36,7 @@ class Population:
         self.seed = seed
         self.fleet = fleet or FleetSettings()
         self._validation = validation
-        self._mirror = mirror
+        self._mirror, self._shift = mirror, shift
         order = numpy_generator(seed, "public set").permutation(len(dataset.test))
         self._public, self._test = np.sort(order[:public]), np.sort(order[public:])
         self._shards = make_shards(dataset.train.labels, dataset.classes, clients, shards, seed)
@@ -63,7 +64,7 @@ class Population:
             return ClientData(LocalExamples(test, self._public), LocalExamples(test, self._test))
         train, validation = split(self._shards.client(client), self.seed, client, self._validation)
         every = self.dataset.train
-        return ClientData(LocalExamples(every, train), LocalExamples(every, validation), self._mirror)
+        return ClientData(LocalExamples(every, train), LocalExamples(every, validation), self._mirror, self._shift)
 
     def device(self, client: int) -> Device:
         """Return the device that a client has for the whole run."""

@@ -216,8 +216,8 @@ def _own_data(run: NodeRun, node: NodeConfig) -> ClientData:
     examples = JoinedExamples(run.dataset.train, run.dataset.test)
     seed, validation = run.config.seed, run.config.data.validation
     train, held_out = split(np.arange(len(examples)), seed, node.client, validation)
-    mirrored = run.config.data.mirror
-    return ClientData(LocalExamples(examples, train), LocalExamples(examples, held_out), mirrored)
+    mirrored, shift = run.config.data.mirror, run.config.data.shift
+    return ClientData(LocalExamples(examples, train), LocalExamples(examples, held_out), mirrored, shift)
 
 
 def _resources(node: NodeConfig) -> Resources:

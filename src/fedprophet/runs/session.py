@@ -45,8 +45,8 @@ from fedprophet.storage.mapped import copied_to_file, expect_chosen_folder, file
 CACHE_MEMORY = 2 * 10**9
 CACHE_DISK = 20 * 10**9
 LAYERS_MEMORY = 500 * 10**6
-LEFT_AND_RIGHT = 3
-"""The axes that data needs to have mirror images: channels, height, width."""
+HEIGHT_AND_WIDTH = 3
+"""The axes that data needs to be mirrored or moved: channels, height, width."""
 LESS_MEMORY = (
     "Choose a smaller model (model.name, model.options), a smaller dataset or fewer clients (population.clients)"
 )
@@ -234,11 +234,7 @@ def load_dataset(config: Config, given: Dataset | None = None) -> Dataset:
 def _population(config: Config, dataset: Dataset, distills: bool) -> Population:
     with _about("fleet.pool"):
         pool = load_pool(config.fleet.pool)
-    if config.data.mirror and len(dataset.shape) < LEFT_AND_RIGHT:
-        raise ConfigError(
-            f"data.mirror: the data are of shape {dataset.shape}, and only images, which have channels, height and "
-            "width, have mirror images. Leave it false"
-        )
+    _check_pictures(config, dataset.shape)
     return Population(
         dataset,
         config.shards,
@@ -248,8 +244,28 @@ def _population(config: Config, dataset: Dataset, distills: bool) -> Population:
         fleet=config.fleet,
         validation=config.data.validation,
         mirror=config.data.mirror,
+        shift=config.data.shift,
         public=config.of(DistillationSettings).public_samples(len(dataset.test)) if distills else 0,
     )
+
+
+def _check_pictures(config: Config, shape: tuple[int, ...]) -> None:
+    """Raise ConfigError if training images are to be mirrored or moved, and the data are no images or too small."""
+    asked = {
+        "mirror": (config.data.mirror, "have mirror images", "false"),
+        "shift": (config.data.shift, "can be moved", 0),
+    }
+    for key, (value, what, without) in asked.items():
+        if value and len(shape) < HEIGHT_AND_WIDTH:
+            raise ConfigError(
+                f"data.{key}: the data are of shape {shape}, and only images, which have channels, height and width, "
+                f"{what}. Leave it {without}"
+            )
+    if config.data.shift and config.data.shift >= min(shape[-2:]):
+        raise ConfigError(
+            f"data.shift: {config.data.shift} pixels move images of {'x'.join(map(str, shape))} out of sight. "
+            f"Take at most {min(shape[-2:]) - 1}"
+        )
 
 
 class _Start(NamedTuple):
