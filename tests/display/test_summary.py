@@ -48,6 +48,12 @@ NEEDS = {
 }
 
 
+def test_a_model_that_is_a_mean_is_called_one():
+    for results, times in (({**RESULTS, "averaged_rounds": 12}, 1), (RESULTS, 0)):
+        said = accuracy_page(results).notes
+        assert said.count("model: the mean of the last rounds, of up to 12 (aggregate.horizon)") == times
+
+
 @pytest.mark.parametrize(("memory", "text"), NEEDS.values(), ids=NEEDS.keys())
 def test_closing_words_of_a_baseline(memory, text):
     console = Console(file=io.StringIO(), width=70)

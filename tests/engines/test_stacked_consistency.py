@@ -36,7 +36,8 @@ def test_whole_models(session_of, model, calibration, stacked, joint, assert_sam
         engine = stacked(session, kernels=kernels)
         for number in (1, 2):
             tasks = joint(session, number, threat=None, calibration=calibration)
-            found = assert_same_training(session, drawn(tasks, 1.5), engine)
+            # In some clients rounding turns an activation that is next to nothing; a wrong draw is off by 1e-2.
+            found = assert_same_training(session, drawn(tasks, 1.5), engine, noise=1e-5)
     free = {update.client: update.loss for update in engine.map(tasks)}
     assert min(abs(update.loss - free[update.client]) for update in found) > 0.01
 

@@ -81,6 +81,12 @@ def test_it_needs_no_cut(tiny):
         assemble(tiny({"memory.budget": "2%"}))
 
 
+def test_the_mean_waits_for_the_whole_attack(tiny, play_in_memory):
+    """Round 1 is the warm-up, and the attack grows in rounds 2 and 3: the mean begins with round 4."""
+    played = play_in_memory(tiny({**SETTINGS, "attack.ramp": 3, "aggregate.horizon": 2}), rounds=5)
+    assert [state.mean.rounds if state.mean else 0 for state in played.states] == [0, 0, 0, 0, 1, 2]
+
+
 def test_the_mean_of_the_last_rounds_may_be_what_is_judged_and_kept(tiny, play_in_memory, scripted, same_tensors):
     """Round 1 is the warm-up; the mean begins with round 2 and is of rounds 2 and 3 when round 3 is the best."""
     averaged = play_in_memory(tiny({**SETTINGS, "aggregate.horizon": 3}), scripted(ACCURACIES))

@@ -113,6 +113,22 @@ def test_a_run_that_nobody_evaluates_keeps_its_last_round(settings, tiny, play_i
     assert played.session.method.results(played.states[-1]) == {}
 
 
+@pytest.mark.parametrize("method", ["jfat", "fedprophet"])
+def test_of_rounds_that_nobody_evaluates_their_mean_is_kept(method, settings, tiny, play_in_memory):
+    """A run of jFAT ends with it, and a module of FedProphet is fixed as it is."""
+    config = {**settings, "method": method, "rounds": 3, "train.warmup": 1, "memory.budget": "45%"}
+    averaged, plain = (
+        play_in_memory(tiny({**config, "aggregate.horizon": horizon}), lambda e: Silent(e, ("evaluate",)), rounds=3)
+        for horizon in (2, 0)
+    )
+    kept = averaged.states[3]
+    assert kept.mean is None
+    trained = averaged.session.world.chain.shared(0, averaged.session.world.modules[0].last)
+    for name in trained:
+        expected = (plain.states[2].model[name] + plain.states[3].model[name]) / 2
+        assert torch.allclose(kept.model[name], expected, atol=1e-6), name
+
+
 def test_a_module_that_nobody_evaluates_is_fixed_as_it_is_and_the_next_one_refers_to_an_earlier(
     settings, tiny, play_in_memory, scripted, same_tensors
 ):

@@ -199,6 +199,13 @@ def test_what_changes_the_result_is_in_one_line_if_it_is_not_the_default(write_r
     )
 
 
+def test_a_mean_over_rounds_is_called_one(write_run):
+    run = only(write_run("averaged", "jfat", "rounds=10", "aggregate.horizon=30%"))
+    assert fact(run, "Aggregation") == "mean; judged is the mean of up to 3 rounds"
+    assert "aggregate.horizon" not in fact(run, "Not at the default")
+    assert fact(only(write_run("plain", "jfat")), "Aggregation") == "mean"
+
+
 def test_a_run_that_has_the_defaults_has_no_such_line(write_run):
     path = write_run("run")
     (path / "config.toml").write_text(to_toml(Config(method="jfat")))

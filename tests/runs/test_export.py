@@ -8,8 +8,11 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from fedprophet.runs.export import average_local, write_model
-from fedprophet.runs.run import reopen
+from fedprophet.messages.values import SERVER
+from fedprophet.runs.evaluator import Evaluator, conditions
+from fedprophet.runs.export import average_local, exported_model, write_model, write_tensors
+from fedprophet.runs.run import reopen, start
+from fedprophet.server.coordinator import play_round
 
 
 class Tampered:
@@ -22,6 +25,18 @@ class Tampered:
         for answer in self.engine.map(tasks):
             hit = answer.client == self.client and answer.local
             yield replace(answer, local=self.spoil(answer.local)) if hit else answer
+
+
+class Watched:
+    """An engine that remembers what it was asked."""
+
+    def __init__(self, engine):
+        self.engine, self.tasks = engine, []
+
+    def map(self, tasks):
+        tasks = list(tasks)
+        self.tasks += tasks
+        return self.engine.map(tasks)
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +79,33 @@ def test_norm_layers_of_the_exported_model_follow_the_rule_too(tiny, play_in_mem
     assert bool((value > 10 * largest).any())
 
 
+def test_of_a_run_with_a_mean_that_is_exported_and_evaluated_before_its_end_too(tiny, tmp_path, same_tensors):
+    """Two rounds of three are played, both under the attack."""
+    settings = {"method": "jfat", "rounds": 3, "train.warmup": 0, "norm.layers": "shared", "aggregate.horizon": 2}
+    run = start(tiny(settings), tmp_path / "run")
+    states = [run.state]
+    while len(states) < 3:
+        states.append(play_round(run.session.method.round(states[-1]), run.session.engine)[0])
+    last = states[-1]
+    whole = exported_model(run.session, last, run.session.engine)
+    for name, value in last.model.items():
+        expected = (states[1].model[name].double() + value.double()) / 2 if value.is_floating_point() else value
+        assert torch.allclose(whole[name].double(), expected.double(), atol=1e-6), name
+    seen = Watched(run.session.engine)
+    Evaluator(run.session, last, whole, seen, samples=6).measure(("clean",), ("personalised", "global"))
+    assert {task.client for task in seen.tasks} >= {SERVER, 0}
+    assert all(same_tensors(task.parameters, {n: whole[n] for n in task.parameters}) for task in seen.tasks)
+    write_tensors(replace(run, state=last), whole, tmp_path / "model.safetensors")
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert file.metadata()["averaged_rounds"] == "2"
+    assert conditions(run.session, last)["averaged_rounds"] == 2
+
+
 def test_the_model_says_how_to_feed_it(finished, tmp_path):
     with safe_open(finished / "model.safetensors", "pt") as file:
         metadata = file.metadata()
     run = reopen(finished)
+    assert "averaged_rounds" not in metadata
     assert metadata["model"] == "vgg-small"
     assert json.loads(metadata["options"]) == {"width": 4}
     assert (metadata["input"], metadata["classes"], metadata["rounds"]) == ("1x8x8", "10", "4")

@@ -11,7 +11,7 @@ from fedprophet.config.load import PRESETS, load_config, parse_config
 from fedprophet.config.sections import NormSettings
 from fedprophet.data.dataset import from_tensors
 from fedprophet.methods import METHODS, reads
-from fedprophet.runs.idle import idle_notes
+from fedprophet.runs.idle import doubtful_notes, idle_notes
 from fedprophet.runs.run import reopen, start
 from fedprophet.runs.session import assemble
 
@@ -28,6 +28,8 @@ def notes(config, **parts):
 
 # Each line: what the run has, the keys that are idle in it with another value for each, and what makes them so.
 CIRCUMSTANCES = {
+    "a round": (JFAT, {"aggregate.horizon": 1}, "rounds = 2: the mean of a single round is that round"),
+    "99 % of two": (JFAT, {"aggregate.horizon": "99%"}, "rounds = 2: the mean of a single round is that round"),
     "no calibration": (JFAT, {"train.smoothing": 7.0}, 'train.calibration = "none"'),
     "no warm-up": (QUICK, {"train.warmup_stages": "first"}, "train.warmup = 0"),
     "one iteration": ({**JFAT, "train.iterations": 1}, {"train.proximal": 0.5}, "train.iterations = 1"),
@@ -122,6 +124,8 @@ def test_idle_keys_are_noted_and_change_nothing(name, tiny, play_in_memory, same
         ({**JFAT, "aggregate.rule": "clip"}, {"clip.norm": 0.001}),
         (QUICK, {"perturbation.floor": 0.1}),
         (JFAT, {"data.mirror": True}),
+        (JFAT, {"data.shift": 1}),
+        (JFAT, {"aggregate.horizon": 2}),
         (JFAT, {"train.weighting": "boundary"}),
         ({**QUICK, "attack.steps": 0}, {"train.weighting": "boundary"}),
         ({**JFAT, "train.iterations": 1, "attack.steps": 0}, {"train.consistency": 1.0}),
@@ -198,6 +202,18 @@ def test_a_command_that_is_repeated_with_every_method_goes_through(method):
     for note in found:
         assert note.endswith(f" no effect with the method {method}")
         assert all(f"{key} = " in note for key in unread)
+
+
+def test_a_mean_over_rounds_does_not_go_with_layers_that_stay_with_clients():
+    asked = {"aggregate.horizon": 2, "norm.layers": "local"}
+    note = (
+        "aggregate.horizon = 2 with norm.layers = \"local\": clients' own norm layers have seen the last round's model "
+        'and not the mean that is judged. norm.layers = "shared" goes with it'
+    )
+    others = ({**asked, "norm.layers": "shared"}, {"norm.layers": "local"})
+    for changes, expected in ((asked, [note]), *((other, []) for other in others)):
+        words = [f"{key}={value}" for key, value in {"method": "jfat", **changes}.items()]
+        assert list(doubtful_notes(assemble(load_config("digits", words)).world)) == expected
 
 
 # Where a value comes from --------------------------------------------------------------------------------------------

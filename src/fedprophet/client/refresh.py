@@ -85,11 +85,12 @@ class _Moments:
     squares: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
 
     def add(self, x: Tensor) -> None:
-        """Count a batch, whose second dimension are the channels."""
-        rows = x.detach().transpose(0, 1).flatten(1).double().cpu()
-        count, mean = rows.shape[1], rows.mean(dim=1)
+        """Count a batch, whose second dimension are the channels. Only its moments leave the device."""
+        over = [dim for dim in range(x.ndim) if dim != 1]
+        variance, mean = (moment.cpu() for moment in torch.var_mean(x.detach().double(), over, correction=0))
+        count = x.numel() // x.shape[1]
         total, apart = self.count + count, mean - self.mean
-        self.squares = self.squares + (rows - mean[:, None]).square().sum(dim=1)
+        self.squares = self.squares + variance * count
         self.squares = self.squares + apart.square() * (self.count * count / total)
         self.mean = self.mean + apart * (count / total)
         self.count = total

@@ -132,8 +132,9 @@ class Config(Section):
 
     @property
     def horizon_rounds(self) -> int:
-        """Rounds that the model is averaged over which is judged; with less than two it is not."""
-        return share_of(self.aggregate.horizon, self.rounds)
+        """Rounds that the model is averaged over which is judged; 0 where it is not: a single round is no mean."""
+        rounds = share_of(self.aggregate.horizon, self.rounds)
+        return rounds if rounds > 1 else 0
 
     @property
     def gate_rounds(self) -> int:

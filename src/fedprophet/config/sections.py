@@ -314,6 +314,10 @@ class AggregateSettings(Section):
         if self.sizes and len(self.sizes) != clients:
             yield misfit("aggregate.sizes", self.sizes, f"one size for each of population.clients = {clients}, or []")
 
+    def idle(self, config: Any) -> Iterator[tuple[str, str]]:
+        if self.horizon and not config.horizon_rounds:
+            yield "horizon", f"rounds = {config.rounds}: the mean of a single round is that round"
+
 
 class CheckpointSettings(Section):
     """How often a run is saved."""

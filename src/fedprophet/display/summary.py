@@ -85,6 +85,8 @@ def _measured_with(results: Mapping[str, Any]) -> Iterator[str]:
             continue
         layers = results.get("norm_layers", {}).get(part)
         yield f"{part}: {text}{left_out.get(part, '')}" + (f"; norm layers: {layers}" if layers else "")
+    if results.get("averaged_rounds"):
+        yield f"model: the mean of the last rounds, of up to {results['averaged_rounds']} (aggregate.horizon)"
     yield from _precisions(results)
     if "starting_weights" in results:
         yield f"starting weights: {results['starting_weights'] or 'drawn at random'}"

@@ -229,7 +229,7 @@ class Method(ABC, Generic[S]):
     def mean_after(self, state: S, latest: Parameters, strength: float) -> RunningMean | None:
         """Return the mean of the rounds so far and of one more; it begins with the first under the whole attack."""
         horizon = self.world.config.horizon_rounds
-        if horizon <= 1 or strength < 1:
+        if not horizon or strength < 1:
             return None
         return state.mean.after(latest, horizon) if state.mean else RunningMean(latest)
 

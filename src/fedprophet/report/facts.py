@@ -16,7 +16,7 @@ from fedprophet.sizes import format_size
 
 SAID = frozenset(
     ("rounds", "data.name", "fleet.pool", "attack.radius", "attack.steps", "norm.layers", "norm.refresh")
-) | {"train.calibration", "aggregate.rule"}
+) | {"train.calibration", "aggregate.rule", "aggregate.horizon"}
 SAID_SECTIONS = ("model.", "shards.", "population.")
 """What has a fact of its own; whatever else changes what is learnt is in one line, if it is not at its default."""
 
@@ -46,7 +46,8 @@ def run_facts(folder: ReadFolder) -> Iterator[Fact]:
     yield Fact("Norm layers", config.norm.layers + _refresh(folder))
     calibrated = "with the client's label frequencies" if config.train.calibration == "labels" else "none"
     yield Fact("Calibration", calibrated)
-    yield Fact("Aggregation", config.aggregate.rule)
+    averaged = f"; judged is the mean of up to {config.horizon_rounds} rounds" if config.horizon_rounds else ""
+    yield Fact("Aggregation", config.aggregate.rule + averaged)
     others = {key: value for key, value in changed_settings(summary).items() if not _is_said(key, entry.cascade)}
     if others:
         yield Fact("Not at the default", ", ".join(f"{key} = {value}" for key, value in others.items()))

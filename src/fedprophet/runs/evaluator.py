@@ -84,8 +84,12 @@ def cells(results: Mapping[str, AttackResult]) -> dict[str, dict[str, Any]]:
 
 
 def conditions(session: Session, state: MethodState) -> dict[str, Any]:
-    """Return what a state's accuracies depend on: starting weights, norm layers, and how many samples are public."""
+    """Return what a state's accuracies depend on: starting weights, norm layers, how many samples are public, and over
+    how many rounds the model is averaged at most, if it is.
+    """
+    averaged = session.config.horizon_rounds
     return {
+        **({"averaged_rounds": averaged} if averaged else {}),
         "starting_weights": session.config.model.weights or None,
         "norm_layers": session.method.layers_of(state),
         "public_samples": len(session.population.client_data(SERVER).train),

@@ -90,6 +90,7 @@ def write_tensors(run: Run, whole: Mapping[str, Tensor], path: Path) -> str:
         "normalize_std": json.dumps(std),
         "norm_layers": session.method.layers_of(run.state)["global"],
         "rounds": str(run.state.round),
+        **({"averaged_rounds": str(session.config.horizon_rounds)} if session.config.horizon_rounds else {}),
     }
     content = tensors_to_bytes(whole, metadata)
     write_atomic(path, content)

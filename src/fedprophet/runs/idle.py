@@ -1,6 +1,7 @@
-"""Settings that were asked for and change nothing: under the run's method, its model or its other settings.
+"""Settings that were asked for and change nothing, under the run's method, its model or its other settings.
 
-They are noted and not refused: a command that is repeated with one method after the other has settings for all of them.
+Others work against each other. They are noted and not refused: a command that is repeated with one method after the
+other has settings for all of them.
 """
 
 from collections.abc import Iterable, Iterator
@@ -35,6 +36,17 @@ def idle_notes(world: World) -> Iterator[str]:
     for reason in dict.fromkeys(why[key] for key in chosen if key in why):
         keys = [f"{key} = {shown(value)}" for key, value in chosen.items() if why.get(key) == reason]
         yield f"{', '.join(keys)} {'has' if len(keys) == 1 else 'have'} no effect with {reason}"
+
+
+def doubtful_notes(world: World) -> Iterator[str]:
+    """Yield a sentence for settings that do not go together."""
+    config = world.config
+    if config.horizon_rounds and statistics_names(world.chain) and world.chain.local():
+        asked = f"aggregate.horizon = {shown(config.aggregate.horizon)} with norm.layers = {shown(config.norm.layers)}"
+        yield (
+            f"{asked}: clients' own norm layers have seen the last round's model and not the mean that is judged. "
+            'norm.layers = "shared" goes with it'
+        )
 
 
 def _by_model(world: World, keys: Iterable[str]) -> Iterator[tuple[str, str]]:

@@ -19,7 +19,7 @@ from fedprophet.methods.base import MethodState
 from fedprophet.runs.checkpoint import Checkpoints
 from fedprophet.runs.files import RunFiles, is_finished, model_fits, resume_hint
 from fedprophet.runs.folder import FolderContents, check_folder
-from fedprophet.runs.idle import idle_notes
+from fedprophet.runs.idle import doubtful_notes, idle_notes
 from fedprophet.runs.recorded import recorded_modules
 from fedprophet.runs.session import OwnModel, Session, assemble
 from fedprophet.settings.values import CUSTOM
@@ -77,7 +77,8 @@ def start(
     session = assemble(config, files.clients, model, dataset, engine)
     session.layers.expect({})
     write_atomic(files.config, to_toml(config).encode())
-    return Run(files, session, session.method.initial(), (*session.notes, *idle_notes(session.world)))
+    notes = (*session.notes, *idle_notes(session.world), *doubtful_notes(session.world))
+    return Run(files, session, session.method.initial(), notes)
 
 
 def _expect_empty(files: RunFiles) -> None:

@@ -28,7 +28,7 @@ class RunningMean:
     def after(self, latest: Parameters, horizon: int) -> "RunningMean":
         """Return the mean when a further round is over.
 
-        A parameter that the round has left alone, the same tensor, stays as it is in the mean of any number of rounds.
+        A parameter that the mean shares with the model, since no round has moved it yet, stays the same tensor.
         """
         rounds = self.rounds + 1
         share = 1.0 / min(rounds, horizon)
