@@ -15,10 +15,11 @@ from fedprophet.cascade.atoms import Chain, chain_of
 from fedprophet.cascade.cost import ChainCost, cost_of
 from fedprophet.cascade.measure import bytes_of, measured_peak
 from fedprophet.cascade.partition import cut_further, partition
-from fedprophet.client.budget import Checked, LocalIteration, MeasuredCost, iteration_of
+from fedprophet.client.budget import Checked, checked, least
+from fedprophet.client.iteration import LocalIteration, iteration_of
 from fedprophet.client.limits import ROOM
 from fedprophet.client.memory_plan import PLAIN, MemoryPlan
-from fedprophet.client.planning import TriedCost
+from fedprophet.client.planned_cost import MeasuredCost, TriedCost
 from fedprophet.errors import BudgetError
 from fedprophet.machine import describe
 from fedprophet.messages.values import LocalTraining
@@ -104,10 +105,10 @@ class Model:
                 **self.plain(module.first, module.last),
             }
             try:
-                yield {**found, **self._planned(iteration, iteration.checked(budget))}
+                yield {**found, **self._planned(iteration, checked(iteration, budget, rounded=True))}
             except BudgetError:
                 nothing = dict.fromkeys((*MEASURED, "difference_in_float64"))
-                yield {**found, **nothing, "predicted_bytes": iteration.least(rounded=True)}
+                yield {**found, **nothing, "predicted_bytes": least(iteration, rounded=True)}
 
     def _planned(self, iteration: LocalIteration, checked: Checked) -> dict[str, Any]:
         if checked.plan == PLAIN and checked.limit is None:

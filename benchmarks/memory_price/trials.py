@@ -7,9 +7,9 @@ from torch import Tensor
 
 from fedprophet.cascade.measure import bytes_of
 from fedprophet.client.aims import Labels
-from fedprophet.client.budget import LocalIteration
 from fedprophet.client.captured import Ascent, ascent_of
 from fedprophet.client.descent import Descent
+from fedprophet.client.iteration import LocalIteration
 from fedprophet.client.memory_plan import MemoryPlan
 from fedprophet.client.trainer import attacked, training_loss
 from fedprophet.threat import with_steps

@@ -6,8 +6,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from fedprophet.cli import memory
 from fedprophet.cli.memory import memory_command
-from fedprophet.client.budget import LocalIteration
+from fedprophet.client.iteration import LocalIteration
 from fedprophet.errors import BudgetError, ConfigError, FedProphetError
 
 SMALL = ["vgg-small", "--input", "1x16x16", "--classes", "10", "--batch", "32"]
@@ -90,10 +91,10 @@ def test_a_module_that_fits_no_plan_is_cut_further_and_an_atom_is_shown_with_wha
 
 
 def test_plans_that_are_predicted_to_fit_and_do_not_when_they_are_tried(monkeypatch):
-    def refused(self, budget):
+    def refused(iteration, budget, rounded):
         raise BudgetError("")
 
-    monkeypatch.setattr(LocalIteration, "checked", refused)
+    monkeypatch.setattr(memory, "checked", refused)
     monkeypatch.setattr(LocalIteration, "measured", lambda self, plan: 1)
     text = " ".join(call("cnn3", "--input", "1x8x8", "--batch", "4", "--budget", "2MB").stdout.split())
     note = "module 1: none kept within the budget when it was tried; the most economical one is predicted to take 1."

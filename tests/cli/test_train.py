@@ -12,7 +12,7 @@ import time
 import pytest
 from safetensors import safe_open
 
-from fedprophet.client.budget import LocalIteration
+from fedprophet.client.iteration import LocalIteration
 from fedprophet.config.reference import to_toml
 from fedprophet.runs import play
 from fedprophet.runs.session import assemble
@@ -168,8 +168,8 @@ def test_a_plan_that_takes_more_than_predicted_ends_the_run_with_a_sentence(
     engine, cli, tiny_flags, quick, monkeypatch
 ):
     """Whatever is predicted to take nothing is taken for plain."""
-    monkeypatch.setattr(LocalIteration, "_attack_peak", lambda self, size: 0)
-    monkeypatch.setattr(LocalIteration, "_step_peak", lambda self, plan: 0)
+    monkeypatch.setattr(LocalIteration, "attack_peak", lambda self, size: 0)
+    monkeypatch.setattr(LocalIteration, "step_peak", lambda self, plan: 0)
     limited = {"memory.enforce": True, "memory.budget": "60%", "fleet.memory_share": 1e-9, "engine": engine}
     said = cli("train", *tiny_flags({**quick, **limited, "threads": 2}))
     assert said.code == 2

@@ -18,16 +18,18 @@ from fedprophet.client import captured as captured_steps
 from fedprophet.client import trainer
 from fedprophet.client.aims import Labels, Weighted
 from fedprophet.client.boundary import boundary_weights
-from fedprophet.client.budget import LocalIteration, iteration_of
+from fedprophet.client.budget import checked
 from fedprophet.client.captured import Ascent, CapturedAscent, ascent_of
 from fedprophet.client.descent import Descent, Loss
 from fedprophet.client.inputs import FetchedInputs
+from fedprophet.client.iteration import LocalIteration, iteration_of
 from fedprophet.client.limits import limited
 from fedprophet.client.memory_plan import PLAIN, MemoryPlan, Step
 from fedprophet.client.part import ModelPart
 from fedprophet.client.planning import Planner
 from fedprophet.client.statistics import TwoSets
 from fedprophet.client.trainer import attacked, train, training_loss
+from fedprophet.client.trials import tried_within
 from fedprophet.messages.tasks import Train
 from fedprophet.messages.values import LocalTraining
 from fedprophet.models import build
@@ -288,10 +290,10 @@ def _modules() -> list[LocalIteration]:
 def test_every_module_of_vgg16_keeps_within_its_budget_on_a_gpu(number: int) -> None:
     """In a trial, and when the plan is trained by under the limit that it was tried under."""
     iteration = _modules()[number]
-    found = iteration.checked(BUDGET)
+    found = checked(iteration, BUDGET)
     assert 0.95 * found.peak <= found.measured <= BUDGET
     assert found.limit is not None
-    trial = iteration._tried_within(found.plan, found.limit, 64)
+    trial = tried_within(iteration, found.plan, found.limit, 64)
     assert max(trial.attack, trial.step) <= BUDGET
 
 
@@ -324,7 +326,7 @@ def test_every_module_of_vgg16_is_trained_within_its_limit_on_a_gpu(number: int)
 def test_a_plan_that_does_not_fit_runs_out_and_leaves_no_trace() -> None:
     iteration = _modules()[0]
     before = torch.cuda.memory_allocated()
-    trial = iteration._tried_within(PLAIN, 20 * 10**6, 64)
+    trial = tried_within(iteration, PLAIN, 20 * 10**6, 64)
     assert trial.attack > BUDGET
     assert torch.cuda.memory_allocated() <= before + 10**6  # cuBLAS keeps its workspaces
     with allocator_limit(CUDA, 10**6), pytest.raises(torch.OutOfMemoryError):

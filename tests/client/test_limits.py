@@ -15,9 +15,10 @@ from fedprophet.cascade import allocator
 from fedprophet.cascade.atoms import Chain, explicit_chain
 from fedprophet.cascade.heads import Head, build_head
 from fedprophet.cascade.measure import LiveBytes, bytes_of, measured_peak
-from fedprophet.client.budget import LocalIteration, Planned
+from fedprophet.client.budget import Planned, least
 from fedprophet.client.features import FeatureCache
 from fedprophet.client.inputs import FetchedInputs
+from fedprophet.client.iteration import LocalIteration
 from fedprophet.client.job import Client
 from fedprophet.client.layer_store import ClientStore
 from fedprophet.client.limits import Terms, _alone, _on_cuda, limited, name_of, within
@@ -182,7 +183,7 @@ def test_a_tighter_limit_leads_to_a_dearer_plan_that_keeps_within_it() -> None:
     iteration = LocalIteration(part, SHAPE, HYPER, THREAT)
     planner, plans = Planner(), []
     spare = SAMPLES * 8  # their order
-    for limit in (iteration.predicted(PLAIN) + spare, iteration.predicted(PLAIN), iteration.least() + spare):
+    for limit in (iteration.predicted(PLAIN) + spare, iteration.predicted(PLAIN), least(iteration) + spare):
         terms = _train(_task(memory=limit), part, planner)
         assert terms.peak <= limit
         plans.append(terms.plan)

@@ -12,8 +12,9 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from fedprophet.cascade.atoms import chain_of, explicit_chain
 from fedprophet.cascade.heads import Head, HeadShape
-from fedprophet.client.budget import LocalIteration
+from fedprophet.client.budget import attacks, cheapest, checked, least, steps
 from fedprophet.client.descent import Descent
+from fedprophet.client.iteration import LocalIteration
 from fedprophet.client.memory_plan import PLAIN, MemoryPlan, Step
 from fedprophet.client.part import ModelPart
 from fedprophet.client.sliced import _Convolution, by_slices
@@ -279,24 +280,24 @@ def test_an_attack_has_an_eighth_of_a_weights_copy() -> None:
 
 def test_slices_are_taken_where_cheaper_plans_do_not_fit_and_what_does_not_fit_by_them_is_refused() -> None:
     iteration = _iteration(FEATURES)
-    assert iteration.cheapest(5 * WEIGHT).plan == PLAIN
-    found = iteration.cheapest(int(3.2 * WEIGHT))
+    assert cheapest(iteration, 5 * WEIGHT).plan == PLAIN
+    found = cheapest(iteration, int(3.2 * WEIGHT))
     assert found.plan == FUSED
-    assert iteration.checked(int(3.2 * WEIGHT)).measured <= 3.2 * WEIGHT
-    least = iteration.least()
-    assert 2.25 * WEIGHT < least < 2.4 * WEIGHT
-    found = iteration.cheapest(least)
+    assert checked(iteration, int(3.2 * WEIGHT)).measured <= 3.2 * WEIGHT
+    needed = least(iteration)
+    assert 2.25 * WEIGHT < needed < 2.4 * WEIGHT
+    found = cheapest(iteration, needed)
     assert found.plan.sliced
     assert found.plan.attack_sliced
-    assert iteration.checked(least).plan == found.plan
+    assert checked(iteration, needed).plan == found.plan
     with pytest.raises(BudgetError, match=r"Conv 2, Linear 1 cannot be trained within"):
-        iteration.cheapest(least - 1)
+        cheapest(iteration, needed - 1)
 
 
 def test_order_of_plans() -> None:
     """Slices take next to no time: they come before recomputing. An attack has fewer samples at a time first."""
     iteration = _iteration(FEATURES)
-    exact = [str(plan) for plan in iteration._steps() if not plan.rounded]
+    exact = list(map(str, steps(iteration)))
     assert exact[:5] == [
         "plain",
         "step fused into backward",
@@ -304,7 +305,7 @@ def test_order_of_plans() -> None:
         "step atom by atom",
         "step atom by atom by slices of weights",
     ]
-    assert [(plan.attack, plan.attack_sliced) for plan in iteration._attacks()] == [
+    assert [(plan.attack, plan.attack_sliced) for plan in attacks(iteration)] == [
         *((size, False) for size in (0, 4, 2)),
         *((size, True) for size in (0, 4, 2)),
     ]
@@ -312,7 +313,7 @@ def test_order_of_plans() -> None:
 
 def test_slices_are_not_planned_for_a_gpu() -> None:
     there = replace(_iteration(FEATURES), place=torch.device("cuda"))
-    assert not any(plan.sliced or plan.attack_sliced for plan in (*there._steps(), *there._attacks()))
+    assert not any(plan.sliced or plan.attack_sliced for plan in (*steps(there), *attacks(there)))
 
 
 def test_a_plan_by_slices_in_words() -> None:

@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 from fedprophet.cascade.atoms import Chain
-from fedprophet.client.budget import LocalIteration, iteration_of
+from fedprophet.client.budget import cheapest, least
+from fedprophet.client.iteration import LocalIteration, iteration_of
 from fedprophet.client.memory_plan import MemoryPlan
-from fedprophet.client.planning import LEAST_ALLOWANCE, PlannedCost, TriedCost
+from fedprophet.client.planned_cost import LEAST_ALLOWANCE, PlannedCost, TriedCost
 from fedprophet.engines import EngineParts
 from fedprophet.errors import BudgetError
 from fedprophet.messages.answers import Reported
@@ -92,7 +93,7 @@ def test_peaks_in_the_journal_are_what_is_measured(tiny) -> None:
     _, record = play_round(session.method.round(session.method.initial()), session.engine)
     plan, module = _plans([record])[0], again.modules[0]
     iteration = iteration_of(again.chain, again.cost, module.first, module.last, again.local_training(1))
-    found = iteration.cheapest(session.budget - LEAST_ALLOWANCE)
+    found = cheapest(iteration, session.budget - LEAST_ALLOWANCE)
     assert str(found.plan) == plan["plan"]
     iteration.measured(found.plan)  # what is set up once
     assert plan["peak_bytes"] == pytest.approx(iteration.measured(found.plan), rel=0.05)
@@ -274,15 +275,15 @@ def test_on_a_gpu_a_module_that_passes_no_trial_is_cut_further_as_well(tiny, mon
 def test_memory_is_predicted_for_the_device_that_clients_train_on(model, tiny, monkeypatch) -> None:
     """Before the engine brings the chain there. On a GPU no plan is by slices of weights; on a CPU these take least."""
     plans: dict[str, list[MemoryPlan]] = {"cuda": [], "plain": []}
-    peak, worlds = LocalIteration._step_peak, []
+    peak, worlds = LocalIteration.step_peak, []
     for engine, made in plans.items():
-        monkeypatch.setattr(LocalIteration, "_step_peak", lambda *call, made=made: made.append(call[1]) or peak(*call))
+        monkeypatch.setattr(LocalIteration, "step_peak", lambda *call, made=made: made.append(call[1]) or peak(*call))
         wide = {"model.options": {"width": 16}, "memory.budget": "150%", "memory.model": model}
         worlds.append(assemble(tiny({**LIMITED, **wide, "engine": engine}), engine=lambda parts: None).world)
         worlds[-1].needs.memory(6, 8)
     assert [any(plan.sliced for plan in made) for made in plans.values()] == [False, True]
     gpu, cpu = worlds
-    there = iteration_of(gpu.chain, gpu.cost, 6, 8, gpu.local_training(1), torch.device("cuda")).least()
+    there = least(iteration_of(gpu.chain, gpu.cost, 6, 8, gpu.local_training(1), torch.device("cuda")))
     assert cpu.needs.memory(6, 8) < there < gpu.needs.memory(6, 8) <= there * 1.15 + 1
     assert [world.needed(world.cost, world.chain).place for world in worlds] == [torch.device("cuda"), None]
 

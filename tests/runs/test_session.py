@@ -7,7 +7,7 @@ from torch import nn
 
 from fedprophet.cascade.atoms import chain_of
 from fedprophet.cascade.cost import ChainCost
-from fedprophet.client.budget import MeasuredCost
+from fedprophet.client.planned_cost import MeasuredCost
 from fedprophet.data.dataset import from_tensors
 from fedprophet.errors import ConfigError, ModelError
 from fedprophet.messages.values import BACKBONE, SERVER

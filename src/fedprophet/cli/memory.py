@@ -23,9 +23,10 @@ from fedprophet.cli.options import (
     print_result,
     training_of,
 )
-from fedprophet.client.budget import LocalIteration, iteration_of
+from fedprophet.client.budget import cheapest, checked, least
+from fedprophet.client.iteration import LocalIteration, iteration_of
 from fedprophet.client.memory_plan import PLAIN
-from fedprophet.client.planning import TriedCost
+from fedprophet.client.planned_cost import TriedCost
 from fedprophet.display.tables import Column, Page, Table
 from fedprophet.errors import BudgetError, ConfigError
 from fedprophet.models import build
@@ -119,12 +120,12 @@ def _measurements(iteration: LocalIteration, budget: int, measure: bool) -> dict
     }
     try:
         if measure:
-            plan, predicted, measured, aimed, limit = iteration.checked(budget)
+            plan, predicted, measured, aimed, limit = checked(iteration, budget, rounded=True)
         else:
-            (plan, predicted), measured, aimed, limit = iteration.cheapest(budget), None, budget, None
+            (plan, predicted), measured, aimed, limit = cheapest(iteration, budget, rounded=True), None, budget, None
     except BudgetError:
-        least = {"plan": None, "predicted_bytes": iteration.least(rounded=True), "measured_bytes": None}
-        return {**plain, **least, "planned_for_bytes": None, "limit_bytes": None, "fits": False}
+        nothing = {"plan": None, "predicted_bytes": least(iteration, rounded=True), "measured_bytes": None}
+        return {**plain, **nothing, "planned_for_bytes": None, "limit_bytes": None, "fits": False}
     return {
         **plain,
         "plan": {

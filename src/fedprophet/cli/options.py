@@ -12,7 +12,7 @@ from rich.text import Text
 
 from fedprophet.cascade.atoms import chain_of
 from fedprophet.cascade.cost import COPIES, ChainCost, cost_of
-from fedprophet.client.budget import MeasuredCost
+from fedprophet.client.planned_cost import MeasuredCost
 from fedprophet.console import console_on
 from fedprophet.display.lines import say
 from fedprophet.display.tables import Page, show

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from fedprophet.cascade.allocator import allocator_limit, ran_out
 from fedprophet.cascade.measure import LiveBytes, bytes_of, cuda_base
-from fedprophet.client.budget import LocalIteration
 from fedprophet.client.descent import batch_sizes
 from fedprophet.client.inputs import Inputs
+from fedprophet.client.iteration import LocalIteration
 from fedprophet.client.memory_plan import PLAIN, MemoryPlan
 from fedprophet.client.part import ModelPart
 from fedprophet.client.planning import Planner

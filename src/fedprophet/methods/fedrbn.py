@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from pydantic import Field
 
 from fedprophet.cascade.norms import statistics_names
-from fedprophet.client.planning import PlannedCost
+from fedprophet.client.planned_cost import PlannedCost
 from fedprophet.client.statistics import ADVERSARIAL, under_attack
 from fedprophet.errors import ConfigError, ModelError
 from fedprophet.fleet.clock import add_adoption

@@ -12,7 +12,7 @@ from fedprophet.cascade.atoms import Chain
 from fedprophet.cascade.cost import ChainCost
 from fedprophet.cascade.norms import statistics_names
 from fedprophet.cascade.partition import Module
-from fedprophet.client.planning import PlannedCost
+from fedprophet.client.planned_cost import PlannedCost
 from fedprophet.config.config import Config
 from fedprophet.messages.modules import ModuleStore
 from fedprophet.messages.values import SERVER, LocalTraining, Resources

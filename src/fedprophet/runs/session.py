@@ -15,10 +15,9 @@ from fedprophet.cascade.atoms import Chain, chain_of
 from fedprophet.cascade.cost import ChainCost, cost_of
 from fedprophet.cascade.norms import share_norm_layers
 from fedprophet.cascade.partition import Module, cut_further, partition
-from fedprophet.client.budget import MeasuredCost
 from fedprophet.client.features import FeatureCache
 from fedprophet.client.layer_store import ClientStore
-from fedprophet.client.planning import PlannedCost, TriedCost
+from fedprophet.client.planned_cost import MeasuredCost, PlannedCost, TriedCost
 from fedprophet.client.workspace import Workspace
 from fedprophet.config.config import Config
 from fedprophet.data.dataset import Dataset

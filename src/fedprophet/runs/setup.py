@@ -7,7 +7,7 @@ goes on has the modules that it names (`runs.recorded`).
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fedprophet.client.budget import MeasuredCost
+from fedprophet.client.planned_cost import MeasuredCost
 from fedprophet.errors import CheckpointError
 from fedprophet.machine import describe
 from fedprophet.runs.engine_history import CUDA
