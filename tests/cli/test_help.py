@@ -25,3 +25,10 @@ def test_arguments_are_explained(cli):
     assert "A folder that is empty or does not exist yet." in cli("deploy", "init", "--help").out
     assert "The run's folder." in cli("evaluate", "--help").out
     assert "[default: 9092; 1<=x<=65535]" in cli("deploy", "init", "--help").out
+
+
+def test_a_list_of_commands_shows_their_summaries_whole(cli):
+    listed = " ".join(cli("--help").out.partition("Commands:")[2].split())
+    assert "compare Compare runs: accuracy, memory, simulated time and the speed-up over jFAT. report" in listed
+    assert "on other machines, with Flower, TLS and registered keys. config" in listed
+    assert "..." not in listed

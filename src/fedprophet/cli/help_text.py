@@ -5,15 +5,37 @@ twice. This writes the lists of arguments and options itself.
 """
 
 import inspect
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 from typer.utils import get_params_from_function
 
+EXAMPLES = re.compile(r"\s*Examples?:\s*(?=fedprophet )")
+"""What stands between a text and its examples."""
 
-class PlainCommand(TyperCommand):
+
+class Summarised:
+    """What has a summary, which a list of commands shows whole: click would cut it off."""
+
+    help: str | None
+
+    @property
+    def summary(self) -> str:
+        """The first paragraph of what it says of itself, as one line."""
+        return EXAMPLES.split(self.help or "")[0].partition("\n\n")[0].replace("\n", " ")
+
+    def get_short_help_str(self, limit: int = 0) -> str:
+        return self.summary
+
+
+class PlainGroup(Summarised, TyperGroup):
+    """A group of commands with plain help."""
+
+
+class PlainCommand(Summarised, TyperCommand):
     """A command with plain help."""
 
     def format_arguments(self, ctx: Any, formatter: Any) -> None:
@@ -43,5 +65,6 @@ def use_plain_help(app: typer.Typer) -> None:
     for command in app.registered_commands:
         command.cls = PlainCommand
     for group in app.registered_groups:
+        group.cls = PlainGroup
         if group.typer_instance is not None:
             use_plain_help(group.typer_instance)

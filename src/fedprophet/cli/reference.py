@@ -12,7 +12,7 @@ from typing import Any
 from typer.main import get_command
 
 from fedprophet.cli import app
-from fedprophet.cli.help_text import PlainCommand
+from fedprophet.cli.help_text import EXAMPLES, PlainCommand
 
 PROGRAM = "fedprophet"
 _HEAD = """\
@@ -26,14 +26,13 @@ fix (the message says how), 130 after Ctrl-C.
 | command | what it does |
 | --- | --- |
 """
-_EXAMPLES = re.compile(r"\s*Examples?:\s*(?=fedprophet )")
 _NOTE = re.compile(r"\s\s\[(.*)\]$")
 
 
 def commands_markdown() -> str:
     """Return the reference page of every command: what it does, its arguments, options, defaults and examples."""
     commands = dict(_commands(get_command(app), (PROGRAM,)))
-    listed = (f"| [`{name}`](#{name.replace(' ', '-')}) | {_summary(command)} |" for name, command in commands.items())
+    listed = (f"| [`{name}`](#{name.replace(' ', '-')}) | {command.summary} |" for name, command in commands.items())
     sections = (_section(name, command) for name, command in commands.items())
     return _HEAD + "\n".join(listed) + "\n\n" + "\n".join(sections)
 
@@ -48,12 +47,8 @@ def _commands(command: Any, path: tuple[str, ...]) -> Iterator[tuple[str, PlainC
 
 def _texts(command: PlainCommand) -> tuple[str, list[str]]:
     """Return what a command says of itself, and its examples."""
-    about, *examples = _EXAMPLES.split(command.help or "")
+    about, *examples = EXAMPLES.split(command.help or "")
     return about, [line.strip() for text in examples for line in re.split(r"\s{2,}(?=fedprophet )", text)]
-
-
-def _summary(command: PlainCommand) -> str:
-    return _texts(command)[0].partition("\n\n")[0].replace("\n", " ")
 
 
 def _section(name: str, command: PlainCommand) -> str:
