@@ -16,7 +16,8 @@ from fedprophet.client.layer_store import ClientStore
 from fedprophet.client.part import ModelPart
 from fedprophet.client.run import Client, run_client
 from fedprophet.client.workspace import Workspace
-from fedprophet.data.dataset import ClientData, LocalExamples, TensorExamples
+from fedprophet.data.dataset import ClientData
+from fedprophet.data.examples import LocalExamples, TensorExamples
 from fedprophet.messages.modules import ModuleStore
 from fedprophet.messages.tasks import Distill, Predict
 from fedprophet.messages.values import SERVER, LocalTraining, Resources, Timeline

@@ -17,7 +17,9 @@ from fedprophet.client.job import Job
 from fedprophet.client.layer_store import ClientStore
 from fedprophet.client.run import Client, run_client
 from fedprophet.client.workspace import Workspace
-from fedprophet.data.dataset import ClientData, LocalExamples, TensorExamples, shifted
+from fedprophet.data.augmented import shifted
+from fedprophet.data.dataset import ClientData
+from fedprophet.data.examples import LocalExamples, TensorExamples
 from fedprophet.messages.codec import encode
 from fedprophet.messages.modules import ModuleStore
 from fedprophet.messages.tasks import Evaluate, Measure, Predict, Refresh, Train

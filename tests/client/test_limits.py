@@ -29,7 +29,8 @@ from fedprophet.client.run import run_client
 from fedprophet.client.statistics import TwoSets
 from fedprophet.client.trainer import train
 from fedprophet.client.workspace import Workspace
-from fedprophet.data.dataset import ClientData, LocalExamples, TensorExamples
+from fedprophet.data.dataset import ClientData
+from fedprophet.data.examples import LocalExamples, TensorExamples
 from fedprophet.errors import BudgetError
 from fedprophet.messages.answers import Trained
 from fedprophet.messages.modules import ModuleStore

@@ -14,7 +14,7 @@ from fedprophet.cascade.atoms import explicit_chain
 from fedprophet.client import measure
 from fedprophet.client.measure import evaluate, evaluated_positions, perturbation_magnitude
 from fedprophet.client.part import ModelPart
-from fedprophet.data.dataset import LocalExamples, TensorExamples
+from fedprophet.data.examples import LocalExamples, TensorExamples
 from fedprophet.messages.tasks import Evaluate, Measure
 from fedprophet.randomness import generator
 from fedprophet.threat import ThreatModel, feature_threat, input_threat

@@ -16,7 +16,8 @@ from fedprophet.client.features import FeatureCache
 from fedprophet.client.layer_store import ClientStore
 from fedprophet.client.run import Client, run_client
 from fedprophet.client.workspace import Workspace, as_written
-from fedprophet.data.dataset import ClientData, LocalExamples, TensorExamples
+from fedprophet.data.dataset import ClientData
+from fedprophet.data.examples import LocalExamples, TensorExamples
 from fedprophet.engines.cpu_plan import fast_plan
 from fedprophet.messages.modules import ModuleStore
 from fedprophet.messages.tasks import Evaluate, Refresh, Report, Train

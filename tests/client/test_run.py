@@ -15,7 +15,8 @@ from fedprophet.client.features import FeatureCache
 from fedprophet.client.layer_store import ClientStore
 from fedprophet.client.run import Client, run_client
 from fedprophet.client.workspace import Workspace
-from fedprophet.data.dataset import ClientData, LocalExamples, TensorExamples
+from fedprophet.data.dataset import ClientData
+from fedprophet.data.examples import LocalExamples, TensorExamples
 from fedprophet.messages.modules import ModuleStore, digest
 from fedprophet.messages.tasks import Evaluate, Measure, ModelTask, Report, Task, Train
 from fedprophet.messages.values import FrozenModule, LocalTraining, Resources

@@ -14,7 +14,8 @@ from fedprophet.client.layer_store import ClientStore
 from fedprophet.client.run import Client, run_client
 from fedprophet.client.statistics import ADVERSARIAL, statistics_names
 from fedprophet.client.workspace import Workspace
-from fedprophet.data.dataset import ClientData, LocalExamples, TensorExamples
+from fedprophet.data.dataset import ClientData
+from fedprophet.data.examples import LocalExamples, TensorExamples
 from fedprophet.messages.answers import Adopted
 from fedprophet.messages.modules import ModuleStore
 from fedprophet.messages.tasks import Adopt, Evaluate, Train

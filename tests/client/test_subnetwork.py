@@ -16,7 +16,8 @@ from fedprophet.client.layer_store import ClientStore
 from fedprophet.client.run import Client, run_client
 from fedprophet.client.subnetwork import NarrowLayers, narrowed
 from fedprophet.client.workspace import Workspace
-from fedprophet.data.dataset import ClientData, LocalExamples, TensorExamples
+from fedprophet.data.dataset import ClientData
+from fedprophet.data.examples import LocalExamples, TensorExamples
 from fedprophet.messages.modules import ModuleStore
 from fedprophet.messages.tasks import Evaluate, Task, Train
 from fedprophet.messages.values import LocalTraining, Resources, Timeline

@@ -23,7 +23,8 @@ from fedprophet.client.job import Client
 from fedprophet.client.layer_store import ClientStore
 from fedprophet.client.run import run_client
 from fedprophet.client.workspace import Workspace
-from fedprophet.data.dataset import ClientData, LocalExamples, TensorExamples
+from fedprophet.data.dataset import ClientData
+from fedprophet.data.examples import LocalExamples, TensorExamples
 from fedprophet.messages.modules import ModuleStore
 from fedprophet.messages.tasks import Train
 from fedprophet.messages.values import LocalTraining, Resources

@@ -19,7 +19,8 @@ from fedprophet.client.layer_store import ClientStore
 from fedprophet.client.run import Client, run_client
 from fedprophet.client.subnetwork import narrowed
 from fedprophet.client.workspace import Workspace
-from fedprophet.data.dataset import ClientData, LocalExamples, TensorExamples
+from fedprophet.data.dataset import ClientData
+from fedprophet.data.examples import LocalExamples, TensorExamples
 from fedprophet.engines.cpu_plan import AS_WRITTEN, PlannedChain, fast_plan, memory_format_of, planned, to_format
 from fedprophet.engines.folding import FoldedConvolution, Pointwise
 from fedprophet.messages.modules import ModuleStore

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from fedprophet.data import load
-from fedprophet.data.dataset import Dataset, TensorExamples, from_tensors
+from fedprophet.data.dataset import Dataset, from_tensors
+from fedprophet.data.examples import TensorExamples
 from fedprophet.data.shards import ShardSettings
 from fedprophet.errors import ConfigError
 from fedprophet.fleet import population

@@ -16,7 +16,7 @@ from flwr.app import ConfigRecord, RecordDict
 
 from fedprophet.client.layer_store import ClientStore
 from fedprophet.config.load import parse_config
-from fedprophet.data.dataset import JoinedExamples
+from fedprophet.data.examples import JoinedExamples
 from fedprophet.deploy import probe
 from fedprophet.engines import EngineParts
 from fedprophet.engines.plain import PlainEngine

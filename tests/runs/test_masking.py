@@ -8,7 +8,7 @@ from torch import nn
 from fedprophet.cascade.atoms import explicit_chain
 from fedprophet.client.measure import evaluate
 from fedprophet.client.part import ModelPart
-from fedprophet.data.dataset import LocalExamples, TensorExamples
+from fedprophet.data.examples import LocalExamples, TensorExamples
 from fedprophet.messages.answers import Evaluated
 from fedprophet.messages.tasks import Evaluate
 from fedprophet.runs.masking import Tally, beyond_chance, black_box_alone, larger_radius, tally, weaker_than

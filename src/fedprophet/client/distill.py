@@ -5,7 +5,7 @@ from torch import Tensor
 
 from fedprophet.client.descent import Loss, descend, whole_loss
 from fedprophet.client.part import ModelPart
-from fedprophet.data.dataset import Examples
+from fedprophet.data.examples import Examples
 from fedprophet.messages.tasks import Distill
 from fedprophet.randomness import key, seed_global
 

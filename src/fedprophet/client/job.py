@@ -20,7 +20,9 @@ from fedprophet.client.measure import evaluated_positions
 from fedprophet.client.statistics import ADVERSARIAL
 from fedprophet.client.subnetwork import NarrowLayers
 from fedprophet.client.workspace import LocalLayers, Workspace
-from fedprophet.data.dataset import ClientData, Examples, ShiftedExamples
+from fedprophet.data.augmented import ShiftedExamples
+from fedprophet.data.dataset import ClientData
+from fedprophet.data.examples import Examples
 from fedprophet.messages.answers import Evaluated, Measured, Refreshed, Trained
 from fedprophet.messages.modules import digest
 from fedprophet.messages.tasks import Evaluate, Measure, ModelTask, Refresh, Task, Train

@@ -10,7 +10,7 @@ from fedprophet.attacks import ATTACKS
 from fedprophet.attacks.pgd import climb, random_start
 from fedprophet.client.inputs import Inputs
 from fedprophet.client.part import ModelPart
-from fedprophet.data.dataset import Examples
+from fedprophet.data.examples import Examples
 from fedprophet.messages.tasks import Evaluate, Measure
 from fedprophet.randomness import generator, key
 from fedprophet.threat import ThreatModel

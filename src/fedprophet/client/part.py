@@ -13,7 +13,7 @@ from fedprophet.cascade.heads import Head
 from fedprophet.cascade.norms import norm_modules
 from fedprophet.cascade.trace import flags
 from fedprophet.client.aims import Labels
-from fedprophet.data.dataset import Examples
+from fedprophet.data.examples import Examples
 from fedprophet.storage.mapped import empty_in_file
 
 

@@ -13,7 +13,7 @@ from fedprophet.cascade.atoms import Chain
 from fedprophet.cascade.norms import MEAN, VARIANCE, norm_modules
 from fedprophet.cascade.trace import flags
 from fedprophet.client.part import ModelPart
-from fedprophet.data.dataset import Examples
+from fedprophet.data.examples import Examples
 from fedprophet.messages.tasks import Refresh
 from fedprophet.randomness import generator
 

@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fedprophet.data.cache import CachedImages, CacheEntry, ImageFile, Pixels
-from fedprophet.data.dataset import Dataset, LocalExamples, TensorExamples
+from fedprophet.data.dataset import Dataset
+from fedprophet.data.examples import LocalExamples, TensorExamples
 from fedprophet.data.registry import Findings, dataset
 from fedprophet.errors import DataError
 from fedprophet.settings.section import MOST

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from fedprophet.client.job import Job
-from fedprophet.data.dataset import Examples, shifted
+from fedprophet.data.augmented import shifted
+from fedprophet.data.examples import Examples
 from fedprophet.messages.tasks import Evaluate, ModelTask
 from fedprophet.storage.bounded import BoundedCache
 

@@ -5,7 +5,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from fedprophet.data.dataset import ClientData, Dataset, LocalExamples
+from fedprophet.data.dataset import ClientData, Dataset
+from fedprophet.data.examples import LocalExamples
 from fedprophet.data.shards import ShardSettings, make_shards, split
 from fedprophet.fleet.availability import FleetSettings, draw_device
 from fedprophet.fleet.device import Device, Pool

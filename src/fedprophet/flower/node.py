@@ -20,7 +20,8 @@ from fedprophet.client.run import Client, run_client
 from fedprophet.client.workspace import Workspace
 from fedprophet.config.config import Config
 from fedprophet.config.load import parse_config
-from fedprophet.data.dataset import ClientData, Dataset, JoinedExamples, LocalExamples
+from fedprophet.data.dataset import ClientData, Dataset
+from fedprophet.data.examples import JoinedExamples, LocalExamples
 from fedprophet.data.shards import split
 from fedprophet.deploy import probe
 from fedprophet.errors import ConfigError, DataError, FedProphetError
