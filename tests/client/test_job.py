@@ -119,7 +119,7 @@ def test_loss_and_attack_see_the_prior(workspace, client, monkeypatch):
 
 
 def test_an_auxiliary_head_is_calibrated_too(workspace, client):
-    head = {f"heads.0.{name}": torch.zeros_like(p) for name, p in build_head((2, 2, 2), 3).named_parameters()}
+    head = {f"heads/0.{name}": torch.zeros_like(p) for name, p in build_head((2, 2, 2), 3).named_parameters()}
     parameters = {**{n: v for n, v in fields(workspace)["parameters"].items() if n.startswith("one.")}, **head}
     one = replace(HYPER, iterations=1, batch=6)
     task = Train(**{**fields(workspace), "last": 1, "head": 0, "parameters": parameters}, training=one)
@@ -129,7 +129,7 @@ def test_an_auxiliary_head_is_calibrated_too(workspace, client):
     # The bias steps along frequency minus prior: 5/6 and 1/6 of the samples, against 1/3 each, or 6/9, 2/9, 1/9.
     steps = [(0.1 * (5 / 6 - 1 / 3), 0.1 * (1 / 6 - 1 / 3)), (0.1 * (5 / 6 - 6 / 9), 0.1 * (1 / 6 - 2 / 9))]
     for answer, expected in zip(found, steps, strict=True):
-        assert answer.parameters["heads.0.bias"].tolist()[:2] == pytest.approx(expected, rel=1e-4)
+        assert answer.parameters["heads/0.bias"].tolist()[:2] == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["train", "evaluate", "refresh"])

@@ -259,7 +259,7 @@ def test_a_client_learns_by_every_plan_what_it_learns_plainly(case: str, plan: M
         workspace, client = _workspace(frugal=memory > 0)
         shared = {n: workspace.chain.tensors[n].detach().clone() for n in workspace.chain.shared()}
         last, head = (2, 0) if case == "summed" else (3, None)
-        heads = {f"heads.0.{name}": value.detach() for name, value in _head().named_parameters()}
+        heads = {f"heads/0.{name}": value.detach() for name, value in _head().named_parameters()}
         two, calibration = case == "two statistics", 1.0 * (case == "calibrated")
         parameters = {n: shared[n] for n in workspace.chain.shared(0, last)} | (heads if head == 0 else {})
         task = _task(training=hyper, memory=memory, parameters=parameters, wants_local=True, head=head)

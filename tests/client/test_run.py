@@ -54,7 +54,7 @@ def _train_task(workspace: Workspace, first: int, last: int, head: int | None, *
     if head is not None:
         torch.manual_seed(5)
         layer = build_head((4, 4, 4), 3)
-        parameters |= {f"heads.{head}.{name}": p.detach() for name, p in layer.named_parameters()}
+        parameters |= {f"heads/{head}.{name}": p.detach() for name, p in layer.named_parameters()}
     return Train(
         round=1, client=0, seed=0, first=first, last=last, head=head, training=HYPER, parameters=parameters, **more
     )
@@ -75,7 +75,7 @@ def test_report_tells_what_the_device_can_spare(workspace: Workspace, client: Cl
 def test_training_sends_shared_parameters_and_head_and_keeps_norm_layers(workspace: Workspace, client: Client) -> None:
     task = _train_task(workspace, 0, 1, head=0, threat=input_threat(0.1, 0.05, 2))
     update = run_client(task, client, workspace)
-    assert set(update.parameters) == {"one.0.weight", "one.0.bias", "heads.0.weight", "heads.0.bias"}
+    assert set(update.parameters) == {"one.0.weight", "one.0.bias", "heads/0.weight", "heads/0.bias"}
     assert all(not torch.equal(update.parameters[name], task.parameters[name]) for name in task.parameters)
     own = run_client(Report(round=1, client=0, seed=0, wants_local=True), client, workspace).local
     assert set(own) == {f"one.1.{n}" for n in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")}
@@ -85,11 +85,28 @@ def test_training_sends_shared_parameters_and_head_and_keeps_norm_layers(workspa
 
 def test_joint_training_of_two_modules_goes_through_the_last_ones_exit(workspace: Workspace, client: Client) -> None:
     update = run_client(_train_task(workspace, 0, 2, head=1), client, workspace)
-    names = {"one.0.weight", "one.0.bias", "two.0.weight", "two.0.bias", "heads.1.weight", "heads.1.bias"}
+    names = {"one.0.weight", "one.0.bias", "two.0.weight", "two.0.bias", "heads/1.weight", "heads/1.bias"}
     assert set(update.parameters) == names
     whole = run_client(_train_task(workspace, 0, 3, head=None), client, workspace)
     assert {"three.1.weight", "three.1.bias"} <= set(whole.parameters)
-    assert not any(name.startswith("heads.") for name in whole.parameters)
+    assert not any(name.startswith("heads/") for name in whole.parameters)
+
+
+def test_a_model_may_have_heads_of_its_own(client: Client) -> None:
+    """Vision transformers call their classifier `heads`: it is the model's, and the module's exit is another one."""
+    torch.manual_seed(0)
+    last = nn.Sequential(nn.Flatten(), nn.Linear(4 * 16, 3))
+    chain = explicit_chain([("one", _block(1, 4)), ("two", _block(4, 4)), ("heads", last)])
+    workspace = Workspace(chain, (1, 4, 4), 3, ModuleStore(), ClientStore(None, 10**6), FeatureCache(10**6, 10**6))
+    task = _train_task(workspace, 0, 3, head=None)
+    own = "heads.1.weight"
+    assert own in task.parameters
+    first, second = (run_client(task, client, workspace).parameters for _ in range(2))
+    assert torch.equal(first[own], second[own])  # trained from what the task has, not from what the last one left
+    assert not torch.equal(first[own], task.parameters[own])
+    early = run_client(_train_task(workspace, 0, 1, head=0), client, workspace).parameters
+    assert {"heads/0.weight", "heads/0.bias"} < set(early)
+    assert own not in early
 
 
 def test_the_same_task_gives_the_same_update(workspace: Workspace, client: Client) -> None:

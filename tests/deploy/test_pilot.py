@@ -205,6 +205,18 @@ def test_the_configuration_fits_the_nodes():
     assert (many.population.clients, many.population.cohort) == (7, 5)  # digits draws 5
 
 
+def test_every_number_of_clients_fits_the_nodes(tmp_path):
+    file = tmp_path / "counts.toml"
+    counts = ("[measure]\nclients = 9", "[evaluate]\nclients = 8", '[norm]\nrefresh = "clean"\nrefresh_clients = 7')
+    file.write_text("\n".join(counts))
+    assert pilot_config(str(file), [], nodes=2).client_counts() == {
+        "population.cohort": 2,
+        "norm.refresh_clients": 2,
+        "evaluate.clients": 2,
+        "measure.clients": 2,
+    }
+
+
 def test_room_for_later_nodes():
     config = pilot_config(None, ["population.clients=10", "population.cohort=6"], nodes=2)
     assert (config.population.clients, config.population.cohort) == (10, 6)

@@ -60,7 +60,7 @@ def ready(budget: int) -> tuple[Train, Client, Workspace]:
     )
     workspace.move_to_files()
     parameters = {name: chain.tensors[name].detach().clone() for name in chain.shared(module.first, module.last)}
-    parameters |= {f"heads.0.{name}": value.detach() for name, value in head.named_parameters()}
+    parameters |= {f"heads/0.{name}": value.detach() for name, value in head.named_parameters()}
     task = Train(
         round=1,
         client=0,

@@ -303,7 +303,7 @@ def training_task(workspace, first, last, head_shape=None, **more) -> Train:
     parameters = workspace.values(workspace.chain.shared(first, last))
     if head_shape is not None:
         torch.manual_seed(9)
-        parameters |= {f"heads.0.{n}": p.detach() for n, p in build_head(head_shape, CLASSES).named_parameters()}
+        parameters |= {f"heads/0.{n}": p.detach() for n, p in build_head(head_shape, CLASSES).named_parameters()}
     head = None if head_shape is None else 0
     span = {"first": first, "last": last, "head": head}
     return Train(round=1, client=0, seed=0, **span, training=ONE_STEP, parameters=parameters, **more)

@@ -106,7 +106,7 @@ def test_a_ladder_that_shares_norm_layers(session_of, assert_same_training, plan
     assert {task.threat for task in tasks} == {None}
     for update in assert_same_training(session, tasks):
         last = session.world.modules[update.client % 3].last
-        heads = {f"heads.{update.client % 3}.{n}" for n in ("weight", "bias")} if update.client % 3 < 2 else set()
+        heads = {f"heads/{update.client % 3}.{n}" for n in ("weight", "bias")} if update.client % 3 < 2 else set()
         assert set(update.parameters) == {*session.world.chain.shared(0, last), *heads}
     assert [len(plan.ladder.exits) for plan in plans] == [3]
 

@@ -28,9 +28,9 @@ def test_different_assignments_in_one_round(cascade, assert_same_training):
     tasks = [replace(task, threat=None) for task in tasks]
     found = assert_same_training(session, tasks)
     sent = {update.client: set(update.parameters) for update in found}
-    assert "heads.1.weight" in sent[1]
-    assert "heads.1.weight" not in sent[0]
-    assert sent[0] < sent[2] | {"heads.0.weight", "heads.0.bias"}
+    assert "heads/1.weight" in sent[1]
+    assert "heads/1.weight" not in sent[0]
+    assert sent[0] < sent[2] | {"heads/0.weight", "heads/0.bias"}
 
 
 def test_gradients_of_heads_that_are_summed(cascade, stacked, assert_same_training):
@@ -42,7 +42,7 @@ def test_gradients_of_heads_that_are_summed(cascade, stacked, assert_same_traini
         training = replace(tasks[0].training, iterations=4, summed_heads=True)
         summed = assert_same_training(session, [replace(t, threat=None, training=training) for t in tasks], engine)
     fresh = engine.map([replace(tasks[0], threat=None, training=replace(training, summed_heads=False))])
-    assert not torch.allclose(next(iter(fresh)).parameters["heads.0.weight"], summed[0].parameters["heads.0.weight"])
+    assert not torch.allclose(next(iter(fresh)).parameters["heads/0.weight"], summed[0].parameters["heads/0.weight"])
 
 
 def test_calibrated_training(cascade, stacked, assert_same_training, plans):

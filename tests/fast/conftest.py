@@ -84,7 +84,7 @@ class Case:
 def tensors_of(segment: ModelPart, head: int | None) -> dict[str, Tensor]:
     found = {name: value.detach().clone() for name, value in segment.chain.tensors.items()}
     if segment.head is not None:
-        found |= {f"heads.{head}.{name}": value.detach().clone() for name, value in segment.head.named_parameters()}
+        found |= {f"heads/{head}.{name}": value.detach().clone() for name, value in segment.head.named_parameters()}
     return found
 
 

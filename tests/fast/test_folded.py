@@ -173,7 +173,7 @@ def test_a_ladder_begins_with_the_longest_and_all_begin_alike(make_case):
             Ladder(programs)
     spans = Ladder((long, long, short)).spans
     assert spans["features.0.weight"] == (0, 3)
-    assert spans["heads.0.weight"] == (2, 3)
+    assert spans["heads/0.weight"] == (2, 3)
     assert spans[long.dense[-1].name + ".weight"] == (0, 2)
     assert spans[long.blocks[-1].norm + ".running_var"] == (0, 2)
 

@@ -25,8 +25,8 @@ def test_the_shapes_of_a_padded_stack(make_case):
     stacks = case.stacks(16)
     assert stacks["features.0.weight"].shape == (2, 9, 16, 16)
     assert stacks["features.4.running_var"].shape == (2, 16)
-    assert stacks["heads.0.weight"].shape == (2, 4 * 16, 10)
-    assert stacks["heads.0.bias"].shape == (2, 10)
+    assert stacks["heads/0.weight"].shape == (2, 4 * 16, 10)
+    assert stacks["heads/0.bias"].shape == (2, 10)
     real = stacks["features.0.weight"][:, :, :2, :4]
     assert real.count_nonzero() == real.numel() == stacks["features.0.weight"].count_nonzero()
 
@@ -36,8 +36,8 @@ def test_taps_and_dense_inputs_lie_as_the_kernels_read_them(make_case):
     stacks, (_, second) = case.stacks(), case.parameters()
     weight = second["features.3.weight"]
     assert stacks["features.3.weight"][1, 5, 3, 1] == weight[1, 3, 1, 2]  # tap 5: second row, third column
-    head = second["heads.0.weight"].view(10, 6, 2, 2)
-    assert torch.equal(stacks["heads.0.weight"][1].view(2, 2, 6, 10)[1, 0, 4], head[:, 4, 1, 0])
+    head = second["heads/0.weight"].view(10, 6, 2, 2)
+    assert torch.equal(stacks["heads/0.weight"][1].view(2, 2, 6, 10)[1, 0, 4], head[:, 4, 1, 0])
 
 
 def test_what_all_clients_share_lies_in_memory_once(make_case):

@@ -77,15 +77,15 @@ def test_a_segment_ends_in_the_head_that_the_plain_path_builds():
     chain = chain_of(models.build("vgg-small", (1, 8, 8), 10, width=4), Normalize((0.5,), (0.25,)))
     first = read(chain, (1, 8, 8), 0, 3, head=0)  # 6×4×4 behind the pool: two positions a side for ten classes
     assert (first.feature, first.side, first.convex) == ((6, 4, 4), 2, True)
-    assert first.dense == (Dense("heads.0", 24, 10, bias=True),)
+    assert first.dense == (Dense("heads/0", 24, 10, bias=True),)
     later = read(chain, (6, 4, 4), 3, 5, head=1)
     assert (later.normalize, [b.convolution for b in later.blocks]) == (None, ["features.7", "features.10"])
-    assert (later.feature, later.side, later.dense) == ((16, 2, 2), 1, (Dense("heads.1", 16, 10, bias=True),))
+    assert (later.feature, later.side, later.dense) == ((16, 2, 2), 1, (Dense("heads/1", 16, 10, bias=True),))
 
 
 def test_a_head_that_reads_every_position_pools_nothing():
     program = read(two_blocks(), (3, 2, 2), 0, 1, head=0, classes=17)  # ceil(sqrt(17 / 4)) = 3 > 2 positions
-    assert (program.side, program.dense) == (None, (Dense("heads.0", 16, 17, bias=True),))
+    assert (program.side, program.dense) == (None, (Dense("heads/0", 16, 17, bias=True),))
 
 
 def test_a_segment_without_an_exit_gives_out_its_feature():

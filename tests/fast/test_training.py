@@ -43,7 +43,7 @@ def trained_stacked(case, kernels, hyper: LocalTraining, seeds=None):
         training.prior = torch.stack([segment.prior for segment in case.segments])
     if hyper.proximal:
         names = {name for segment in case.segments for name in segment.chain.shared(segment.first, segment.last)}
-        training.anchors = {n: v.clone() for n, v in training.stacks.items() if n in names or n.startswith("heads.")}
+        training.anchors = {n: v.clone() for n, v in training.stacks.items() if n in names or n.startswith("heads/")}
     training.reset(hyper.learning_rate)
     server = predicted(case, kernels, training.prior) if hyper.consistency else None
     rows = torch.arange(clients).unsqueeze(1)
@@ -161,7 +161,7 @@ def test_a_step_towards_labels_and_predictions_by_hand(make_case):
     """
     case = make_case(span=(0, 4, 0), samples=2)
     stacks = case.stacks()
-    weight, bias = stacks["heads.0.weight"].zero_(), stacks["heads.0.bias"].zero_()
+    weight, bias = stacks["heads/0.weight"].zero_(), stacks["heads/0.bias"].zero_()
     hyper = replace(HYPER, learning_rate=0.5, momentum=0.0, weight_decay=0.0, strong_convexity=0.0, consistency=2.0)
     training = TrainingStack(case.ladder, Kernels(), torch.float32, stacks, hyper)
     y, server = torch.zeros(2, 2, 10), torch.full((2, 2, 10), 0.01)

@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from fedprophet.cascade.heads import of_head
 from fedprophet.messages.answers import Trained
 from fedprophet.messages.codec import decode, encode
 from fedprophet.messages.values import LocalTraining
@@ -234,7 +235,7 @@ def test_modules_and_heads_are_averaged_over_those_who_trained_them(played, stag
                 expected = mean(name, members) if members else before.model[name]
                 torch.testing.assert_close(after.model[name], expected, rtol=1e-6, atol=1e-8)
             leavers = [k for k in last if last[k] == module.index]
-            for name in (f"heads.{module.index}.weight", f"heads.{module.index}.bias"):
+            for name in (f"heads/{module.index}.weight", f"heads/{module.index}.bias"):
                 if module.index < len(world.modules) - 1:
                     expected = mean(name, leavers) if leavers else before.heads[name]
                     torch.testing.assert_close(after.heads[name], expected, rtol=1e-6, atol=1e-8)
@@ -244,25 +245,24 @@ def test_heads_that_clients_trained_past_can_enter_the_average_as_they_were(tiny
     """One client leaves at module 1, one at module 2, one at the end: head 1 is averaged over all three of them."""
     session = assemble(tiny({"assignment.heads": "passed", "population.clients": 3, "population.cohort": 3}))
     method, state = session.method, replace(session.method.initial(), round=1)
-    given = state.heads["heads.0.weight"]
+    given = state.heads["heads/0.weight"]
     tasks = [method._train_task(state, client, client) for client in range(3)]
+    first, second = ({f"heads/{module}.weight", f"heads/{module}.bias"} for module in range(2))
     heads = []
     for task in tasks:
         update = Trained(round=1, client=task.client, weight=1.0, loss=1.0, samples=8, parameters=task.parameters)
-        heads.append(
-            {n: v for n, v in method._with_passed_heads(state, task, update).parameters.items() if "heads" in n}
-        )
-    assert [sorted({name.split(".")[1] for name in own}) for own in heads] == [["0"], ["0", "1"], ["0", "1"]]
-    assert heads[1]["heads.0.weight"] is given
+        heads.append({n: v for n, v in method._with_passed_heads(state, task, update).parameters.items() if of_head(n)})
+    assert [set(own) for own in heads] == [first, {*first, *second}, {*first, *second}]
+    assert heads[1]["heads/0.weight"] is given
     config = tiny({"assignment.heads": "passed", "population.cohort": 6, "train.warmup": 0})
     found = play_in_memory(config, rounds=1)
     tasks, updates = found.of(1, "train")
     q = {update.client: found.session.population.samples(update.client) for update in updates}
     last = found.session.world.modules[0].last
-    sent = {u.client: u.parameters.get("heads.0.weight", given) for u in updates}
+    sent = {u.client: u.parameters.get("heads/0.weight", given) for u in updates}
     assert {task.last > last for task in tasks} == {True, False}
     expected = sum(q[k] * sent[k].double() for k in q) / sum(q.values())
-    torch.testing.assert_close(found.states[1].heads["heads.0.weight"], expected.float(), rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(found.states[1].heads["heads/0.weight"], expected.float(), rtol=1e-6, atol=1e-8)
 
 
 def test_assignments_fit_memory_and_time(played):
@@ -621,7 +621,7 @@ def test_a_poisoned_update_is_rejected_and_noted(tiny, play_in_memory, poisoned,
     survivor = next(update for update in clean.of(1, "train")[1] if update.client == second)
     assert record["loss"] == survivor.loss
     for name, value in survivor.parameters.items():
-        held = hit.states[1].heads if name.startswith("heads.") else hit.states[1].model
+        held = hit.states[1].heads if name.startswith("heads/") else hit.states[1].model
         torch.testing.assert_close(held[name], value, rtol=1e-6, atol=1e-8)
     assert not same_tensors(hit.states[1].model, clean.states[1].model)
 

@@ -48,7 +48,7 @@ def test_every_method_runs_with_every_choice(method, layers, tiny, fleet, play_i
             own = set(
                 session.world.family[task.architecture].chain.shared() if session.world.family else chain.shared()
             )
-            assert {name for name in update.parameters if not name.startswith("heads.")} <= own
+            assert {name for name in update.parameters if not name.startswith("heads/")} <= own
     for own in played.layers[-1].values():
         assert {name.removeprefix(ADVERSARIAL) for name in own} <= norms - sent
     if method not in SERVERS_MODEL:

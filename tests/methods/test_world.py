@@ -50,13 +50,13 @@ def test_the_evaluation_batch_keeps_activations_within_the_budget(world, other_s
 
 def test_heads_fit_their_features_and_come_from_the_seed(world, other_seed):
     heads, again, other = (initial_heads(w) for w in (world, world, other_seed))
-    assert set(heads) == {"heads.0.weight", "heads.0.bias", "heads.1.weight", "heads.1.bias"}
+    assert set(heads) == {"heads/0.weight", "heads/0.bias", "heads/1.weight", "heads/1.bias"}
     assert all(torch.equal(heads[name], again[name]) for name in heads)
-    assert not torch.equal(heads["heads.0.weight"], other["heads.0.weight"])
+    assert not torch.equal(heads["heads/0.weight"], other["heads/0.weight"])
     for module in world.modules[:-1]:
-        assert heads[f"heads.{module.index}.weight"].shape[0] == 10
+        assert heads[f"heads/{module.index}.weight"].shape[0] == 10
         channels = world.cost.atoms[module.last - 1].output[1]
-        assert heads[f"heads.{module.index}.weight"].shape[1] % channels == 0
+        assert heads[f"heads/{module.index}.weight"].shape[1] % channels == 0
 
 
 def test_the_initial_model_is_a_copy(world):

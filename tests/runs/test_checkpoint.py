@@ -88,7 +88,7 @@ def test_save_and_load(checkpoints: Checkpoints, folder: Path) -> None:
 def test_what_state_json_says(checkpoints: Checkpoints, folder: Path) -> None:
     checkpoints.save(state_of(12), 12)
     document = json.loads((folder / "round-000012" / "state.json").read_text())
-    assert document["format"] == 2
+    assert document["format"] == 3
     assert document["round"] == 12
     assert document["config"] == CONFIG.model_dump()
     assert document["state"]["ratio"] == 4.0
@@ -107,16 +107,17 @@ def test_what_is_known_of_the_folder(checkpoints: Checkpoints, folder: Path) -> 
     assert checkpoints.load(State).folder is None, "as an earlier version wrote it"
 
 
-def test_a_checkpoint_as_it_was_written_from_the_beginning(checkpoints: Checkpoints, folder: Path) -> None:
-    """Format 1, put together without the code under test: runs of earlier versions go on."""
-    tensors = save({"model/w": torch.ones(2)})
+def test_a_checkpoint_as_it_lies_on_the_disk(checkpoints: Checkpoints, folder: Path) -> None:
+    """Format 3, put together without the code under test: where this fails, raise FORMAT."""
+    tensors = save({"inside": torch.ones(2)})
+    digest = hashlib.blake2b(tensors, digest_size=32).hexdigest()
     state = {"round": 4, "model": {"w": "model/w", "v": "model/w"}, "ratio": {"float": "inf"}, "flag": True}
-    document = {"format": 1, "version": "0.1", "round": 4, "config": CONFIG.model_dump()}
-    document |= {"tensors": hashlib.blake2b(tensors, digest_size=32).hexdigest(), "state": state, "digest": ""}
+    document = {"format": 3, "version": "0.1", "round": 4, "config": CONFIG.model_dump()}
+    document |= {"tensors": {digest: {"model/w": "inside"}}, "state": state, "digest": ""}
     path = folder / "round-000004" / "state.json"
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(document))
-    (path.parent / "tensors.safetensors").write_bytes(tensors)
+    (path.parent / f"tensors-{digest[:16]}.safetensors").write_bytes(tensors)
     rewrite(path, lambda document: None)
     assert same(checkpoints.load(State).state, State(4, dict.fromkeys("wv", torch.ones(2)), math.inf, True))
 
@@ -298,9 +299,10 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     path.write_text(json.dumps(document, separators=(",", ":")))
 
 
-def test_another_format_is_refused_with_a_sentence(two: Checkpoints, folder: Path) -> None:
-    rewrite(folder / "round-000002" / "state.json", lambda d: d.update(format=3, version="9.9"))
-    assert_falls_back(two, "it has format 3, written by FedProphet 9.9; FedProphet")
+@pytest.mark.parametrize("other", [2, 4])
+def test_another_format_is_refused_with_a_sentence(two: Checkpoints, folder: Path, other: int) -> None:
+    rewrite(folder / "round-000002" / "state.json", lambda d: d.update(format=other, version="9.9"))
+    assert_falls_back(two, f"it has format {other}, written by FedProphet 9.9; this FedProphet")
 
 
 def test_another_version_of_the_package_is_noted(two: Checkpoints, folder: Path) -> None:

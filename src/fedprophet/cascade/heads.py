@@ -14,6 +14,8 @@ from fedprophet.errors import ModelError
 
 BYTES = 4
 """The bytes of one float32: every size in the paper's cost model is for float32."""
+HEADS = "heads/"
+"""How the parameters of auxiliary heads begin. No attribute of a model has a slash, but many a model has `heads`."""
 
 
 class HeadShape(NamedTuple):
@@ -45,6 +47,21 @@ class Head(nn.Linear):
         if features.ndim == 3:
             features = features.mean(1)
         return super().forward(features.flatten(1))
+
+
+def head_name(module: int) -> str:
+    """Return what the head behind a module is called among the parameters of tasks, answers and states."""
+    return f"{HEADS}{module}"
+
+
+def head_parameters(module: int) -> tuple[str, str]:
+    """Return the names of a head's parameters."""
+    return f"{head_name(module)}.weight", f"{head_name(module)}.bias"
+
+
+def of_head(name: str) -> bool:
+    """Whether a parameter belongs to an auxiliary head, and not to the model."""
+    return name.startswith(HEADS)
 
 
 def head_shape(feature: tuple[int, ...], classes: int) -> HeadShape:

@@ -10,7 +10,7 @@ from functools import singledispatch
 import torch
 from torch import Tensor
 
-from fedprophet.cascade.heads import build_head
+from fedprophet.cascade.heads import build_head, head_name
 from fedprophet.client.distill import distill
 from fedprophet.client.inputs import FetchedInputs, Inputs
 from fedprophet.client.job import Client, Job
@@ -84,8 +84,8 @@ def _train(task: Train, job: Job[Train]) -> Trained:
     with limited(task, part, inputs, beside, workspace.planner, workspace.classes) as terms:
         loss = train(task, part, inputs, labels, sets, terms.plan, terms.check)
     trained = workspace.values(chain.shared(task.first, task.last))
-    if part.head is not None:
-        trained |= {f"heads.{task.head}.{name}": p.detach().clone() for name, p in part.head.named_parameters()}
+    if task.head is not None and part.head is not None:
+        trained |= {f"{head_name(task.head)}.{name}": p.detach().clone() for name, p in part.head.named_parameters()}
     local = workspace.values(chain.local(task.first, task.last)) | (sets.both() if sets else {})
     finite = _finite(trained) and _finite(local)
     return job.trained(loss, trained, local, finite, terms)
@@ -184,7 +184,7 @@ def _part(job: Job[Train] | Job[Evaluate] | Job[Refresh], workspace: Workspace, 
     with torch.no_grad(), body.mode(training=False):
         head = build_head(tuple(body.features(body.take(probe)).shape[1:]), workspace.classes).to(workspace.device)
         for name, parameter in head.named_parameters():
-            parameter.copy_(task.parameters[f"heads.{task.head}.{name}"])
+            parameter.copy_(task.parameters[f"{head_name(task.head)}.{name}"])
     return replace(body, head=head)
 
 

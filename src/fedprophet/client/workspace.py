@@ -11,7 +11,7 @@ from torch import Tensor
 from fedprophet.cascade.atoms import Chain
 from fedprophet.cascade.channel_flow import channels_of
 from fedprophet.cascade.channels import Channels
-from fedprophet.cascade.heads import Head
+from fedprophet.cascade.heads import Head, of_head
 from fedprophet.client.features import FeatureCache
 from fedprophet.client.part import ModelPart
 from fedprophet.client.planning import Planner
@@ -103,4 +103,4 @@ class Workspace:
                 self.loaded.update(dict.fromkeys(range(module.first, module.last), module.digest))
         self.loaded.update(dict.fromkeys(range(task.first, task.last), None))
         self.chain.load(local)
-        self.chain.load({name: value for name, value in task.parameters.items() if not name.startswith("heads.")})
+        self.chain.load({name: value for name, value in task.parameters.items() if not of_head(name)})

@@ -28,9 +28,9 @@ from fedprophet.data.registry import DataSettings
 from fedprophet.data.shards import ShardSettings
 from fedprophet.fleet.availability import FleetSettings
 from fedprophet.models.registry import ModelSettings
-from fedprophet.settings.describe import default_of
+from fedprophet.settings.describe import default_of, misfit
 from fedprophet.settings.section import Section, registered_sections
-from fedprophet.settings.values import OneOf, share_of
+from fedprophet.settings.values import OfClients, OneOf, share_of
 
 S = TypeVar("S", bound=Section)
 
@@ -115,6 +115,15 @@ class Config(Section):
             if key in table.model_fields_set and value != default_of(type(table).model_fields[key])
         }
 
+    def client_counts(self) -> dict[str, int]:
+        """Return the keys that are numbers of clients, with the numbers."""
+        return {
+            f"{name}.{key}": value
+            for name, table in self.tables()
+            for key, field in type(table).model_fields.items()
+            if OfClients() in field.metadata and isinstance(value := getattr(table, key), int)
+        }
+
     @property
     def warmup_rounds(self) -> int:
         """Rounds of standard training that start a stage."""
@@ -153,7 +162,12 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        problems = [line for _, table in self.tables() for line in table.conflicts(self)]
+        clients = self.population.clients
+        too_many = ((key, count) for key, count in self.client_counts().items() if count > clients)
+        problems = [
+            *(misfit(key, count, f"at most population.clients = {clients}") for key, count in too_many),
+            *(line for _, table in self.tables() for line in table.conflicts(self)),
+        ]
         if problems:
             raise ValueError("\n".join(problems))
         return self

@@ -15,24 +15,16 @@ from fedprophet.server.rules import RULES
 from fedprophet.settings.describe import misfit
 from fedprophet.settings.section import Section
 from fedprophet.settings.toml import shown
-from fedprophet.settings.values import Budget, Clients, Counts, OneOf, Ratio, Rounds
-
-
-def too_many_clients(key: str, count: int | str, config: Any) -> Iterator[str]:
-    """Yield a line if a key asks for more clients than there are."""
-    clients = config.population.clients
-    if isinstance(count, int) and count > clients:
-        yield misfit(key, count, f"at most population.clients = {clients}")
+from fedprophet.settings.values import Budget, Clients, Counts, OfClients, OneOf, Ratio, Rounds
 
 
 class PopulationSettings(Section):
     """The clients, and how many take part in a round."""
 
     clients: int = Field(default=20, ge=1, le=10**7, description="Clients in the population (N; 100 in the paper).")
-    cohort: int = Field(default=5, ge=1, description="Clients drawn for each round (C; 10 in the paper).")
-
-    def conflicts(self, config: Any) -> Iterator[str]:
-        yield from too_many_clients("population.cohort", self.cohort, config)
+    cohort: Annotated[int, OfClients()] = Field(
+        default=5, ge=1, description="Clients drawn for each round (C; 10 in the paper)."
+    )
 
 
 class MemorySettings(Section):
@@ -174,7 +166,6 @@ class NormSettings(Section):
         return self.newcomers == "average" or (self.newcomers == "auto" and self.layers == "statistics-local")
 
     def conflicts(self, config: Any) -> Iterator[str]:
-        yield from too_many_clients("norm.refresh_clients", self.refresh_clients, config)
         minimum = config.aggregate.minimum
         if self.refresh != "none" and isinstance(self.refresh_clients, int) and self.refresh_clients < minimum:
             yield misfit("norm.refresh_clients", self.refresh_clients, f"at least aggregate.minimum = {minimum}")
@@ -278,9 +269,6 @@ class EvaluateSettings(Section):
         le=10**6,
         description="Samples attacked at a time; 0: up to train.batch, as the largest module's memory allows.",
     )
-
-    def conflicts(self, config: Any) -> Iterator[str]:
-        yield from too_many_clients("evaluate.clients", self.clients, config)
 
 
 class AggregateSettings(Section):

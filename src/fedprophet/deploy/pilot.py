@@ -30,7 +30,6 @@ from fedprophet.deploy import DeployError, certificates, node, page
 from fedprophet.deploy.keys import HOW, by_key, make_key_pair, registered_form
 from fedprophet.deploy.settings_file import read_settings
 from fedprophet.errors import ConfigError, unknown
-from fedprophet.methods.fedprophet import MeasureSettings
 from fedprophet.settings.describe import as_toml
 from fedprophet.settings.section import Section
 from fedprophet.settings.values import CUSTOM, Allowed
@@ -174,13 +173,8 @@ def check_server(pilot: Pilot) -> None:
 def pilot_config(source: str | None, overrides: Sequence[str], nodes: int) -> Config:
     """Return a run's configuration for some devices; `overrides` may ask for more clients, to be added later."""
     chosen = [text for text in overrides if text.partition("=")[0].strip() == "method"]
-    plain = load_config(source, chosen)
-    counts = {
-        "population.cohort": plain.population.cohort,
-        "evaluate.clients": plain.evaluate.clients,
-        "measure.clients": plain.of(MeasureSettings).clients,
-    }
-    fitted = [f"{key}={min(count, nodes)}" for key, count in counts.items() if isinstance(count, int)]
+    counts = load_config(source, chosen).client_counts()
+    fitted = [f"{key}={min(count, nodes)}" for key, count in counts.items()]
     config = load_config(source, [f"population.clients={nodes}", *fitted, *overrides])
     if config.population.clients < nodes:
         given = f"population.clients is {config.population.clients}, for {nodes} nodes"

@@ -7,6 +7,7 @@ from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
+from fedprophet.cascade.heads import of_head
 from fedprophet.cascade.norms import COUNTER
 from fedprophet.client.job import Job
 from fedprophet.client.statistics import ADVERSARIAL
@@ -76,7 +77,7 @@ class StackJob(Job[M_co]):
         if not self.task.training.proximal:
             return ()
         shared = self.workspace.chain.shared(self.task.first, self.task.last)
-        heads = (name for name in self.task.parameters if name.startswith("heads."))
+        heads = (name for name in self.task.parameters if of_head(name))
         return tuple(name for name in (*shared, *heads) if not name.endswith(STATISTICS))
 
     @cached_property

@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from fedprophet.cascade.atoms import Atom, Chain
-from fedprophet.cascade.heads import head_shape
+from fedprophet.cascade.heads import head_name, head_shape
 from fedprophet.cascade.trace import TracedProgram
 from fedprophet.fast.program import Block, Convolution, Dense, LayerProgram
 from fedprophet.models.normalize import Normalize
@@ -56,7 +56,7 @@ def _with_head(body: LayerProgram, head: int, classes: int) -> LayerProgram:
     if shape.pool is not None and shape.pool[0] != shape.pool[1]:
         raise NotFusableError("an auxiliary head that pools to a rectangle")
     side = None if shape.pool is None else shape.pool[0]
-    dense = Dense(f"heads.{head}", shape.inputs, classes, bias=True)
+    dense = Dense(head_name(head), shape.inputs, classes, bias=True)
     return replace(body, side=side, dense=(dense,), convex=True)
 
 

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from fedprophet.cascade.heads import of_head
 from fedprophet.fast.draws import Draws
 from fedprophet.fast.kernels import Kernels, Statistics
 from fedprophet.fast.layout import Tensors
@@ -67,7 +68,7 @@ class TrainingStack(StackedNetwork):
         biases = [f"{part.convolution}.bias" for part in ladder.longest.convolutions if part.bias]
         # What a batch norm subtracts again has no gradient.
         self._nothing = {name: torch.zeros_like(stacks[name]) for name in biases}
-        heads = [name for name in self.velocity if name.startswith("heads.") and hyper.summed_heads]
+        heads = [name for name in self.velocity if of_head(name) and hyper.summed_heads]
         self._summed = {name: torch.zeros_like(stacks[name]) for name in heads}
         """The gradients of auxiliary heads that are summed over a round's steps."""
         self.squares: Squares | None = None

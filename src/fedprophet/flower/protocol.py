@@ -28,7 +28,7 @@ from fedprophet.server.rejections import plain_reason
 from fedprophet.storage.files import tensors_to_bytes
 from fedprophet.version import __version__
 
-PROTOCOL: Final = 8
+PROTOCOL: Final = 9
 """Raised whenever a record of this version could be misread by an older one, or the other way round.
 
 The question who a node is, its hello and a refusal keep their form for ever, so that any two versions can tell each

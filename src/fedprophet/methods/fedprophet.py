@@ -8,9 +8,7 @@ from typing import Any
 from pydantic import Field
 from torch import Tensor
 
-from fedprophet.cascade.heads import build_head
-from fedprophet.config.config import Config
-from fedprophet.config.sections import too_many_clients
+from fedprophet.cascade.heads import build_head, head_name, head_parameters
 from fedprophet.errors import TrainingError
 from fedprophet.fleet.clock import training_times
 from fedprophet.messages.answers import Measured, Trained
@@ -43,9 +41,6 @@ class MeasureSettings(Section):
 
     steps: int = Field(default=10, ge=1, description="PGD steps of the attack that maximises ‖Δz‖.")
     clients: Clients = Field(default="all", description="Clients that measure.")
-
-    def conflicts(self, config: Config) -> Iterator[str]:
-        yield from too_many_clients("measure.clients", self.clients, config)
 
 
 @dataclass(frozen=True)
@@ -202,7 +197,7 @@ class FedProphet(Method[CascadeState]):
     def _with_passed_heads(self, state: CascadeState, task: Train, update: Trained) -> Trained:
         """Return an update with the heads of the modules before the client's last one, as the client was given them."""
         passed = [m for m in self.world.modules[state.stage :] if m.last < task.last]
-        names = [name for module in passed for name in head_names(module.index)]
+        names = [name for module in passed for name in head_parameters(module.index)]
         return replace(update, parameters={**named(state.heads, names), **update.parameters})
 
     def _evaluate(self, state: CascadeState, record: Record) -> Conversation[CascadeState]:
@@ -384,7 +379,7 @@ class FedProphet(Method[CascadeState]):
     def _parameters(self, state: CascadeState, first: int, last: int, head: int | None = None) -> Parameters:
         """Return the shared parameters of atoms `first` … `last` − 1 and of a head."""
         own = named(state.model, self.world.chain.shared(first, last))
-        return {**own, **named(state.heads, () if head is None else head_names(head))}
+        return {**own, **named(state.heads, () if head is None else head_parameters(head))}
 
 
 def sound_magnitudes(answers: Sequence[Measured], threat: ThreatModel, record: Record) -> list[Measured]:
@@ -404,16 +399,11 @@ def sound_magnitudes(answers: Sequence[Measured], threat: ThreatModel, record: R
     return [answer for answer in sound if answer.client not in far]
 
 
-def head_names(module: int) -> tuple[str, str]:
-    """Return the names of a head's parameters."""
-    return f"heads.{module}.weight", f"heads.{module}.bias"
-
-
 def initial_heads(world: World) -> Parameters:
     """Return fresh auxiliary heads for all modules but the last."""
     heads: dict[str, Tensor] = {}
     for module in world.modules[:-1]:
         with global_rng(world.config.seed, "heads", module.index):
             head = build_head(world.cost.atoms[module.last - 1].output[1:], world.cost.classes)
-        heads |= {f"heads.{module.index}.{name}": p.detach() for name, p in head.named_parameters()}
+        heads |= {f"{head_name(module.index)}.{name}": p.detach() for name, p in head.named_parameters()}
     return heads

@@ -35,9 +35,10 @@ from fedprophet.storage.files import (
 )
 from fedprophet.version import __version__
 
-FORMAT, FIRST_FORMAT = 2, 1
-STATE, TENSORS = "state.json", "tensors.safetensors"
-"""The files of a checkpoint's JSON, and, in the first format, of all its tensors."""
+FORMAT = 3
+"""Counts up when what a checkpoint holds gets another meaning, as the names of heads did: others are refused."""
+STATE = "state.json"
+"""The file of a checkpoint's JSON."""
 PUT_BACK = "A run goes on with the settings that it was started with: put them back into its config.toml"
 _NAME = re.compile(r"round-([0-9]{6,})")
 S = TypeVar("S")
@@ -211,11 +212,11 @@ class Checkpoints:
             raise _UnusableError(f"its {STATE} is damaged") from None
         if not isinstance(document, dict) or "format" not in document:
             raise _UnusableError(f"its {STATE} is not one of FedProphet's")
-        if document["format"] not in (FIRST_FORMAT, FORMAT):
+        if document["format"] != FORMAT:
             version = document.get("version", "another version")
             raise _UnusableError(
                 f"it has format {document['format']!r}, written by FedProphet {version}; "
-                f"FedProphet {__version__} reads formats up to {FORMAT}"
+                f"this FedProphet {__version__} reads format {FORMAT} alone"
             )
         if not _authentic(document, text):
             raise _UnusableError(f"its {STATE} is damaged")
@@ -308,19 +309,14 @@ def _read_tensors(folder: Path, document: Mapping[str, Any]) -> dict[str, Tensor
     tensors: dict[str, Tensor] = {}
     for blob, names in _tensor_files(folder, document):
         stored = tensors_from_bytes(blob)
-        tensors |= stored if names is None else {name: stored[inside] for name, inside in names.items()}
+        tensors |= {name: stored[inside] for name, inside in names.items()}
     return tensors
 
 
-def _tensor_files(folder: Path, document: Mapping[str, Any]) -> Iterator[tuple[bytes, Mapping[str, str] | None]]:
-    """Yield the content of each file of tensors, which must be whole, and what its tensors are called in the state.
-
-    In the first format there is one file, whose names are the state's.
-    """
-    first = document["format"] == FIRST_FORMAT
-    files = {document["tensors"]: None} if first else document["tensors"]
-    for digest, names in files.items():
-        path = folder / (TENSORS if first else file_name(digest))
+def _tensor_files(folder: Path, document: Mapping[str, Any]) -> Iterator[tuple[bytes, Mapping[str, str]]]:
+    """Yield the content of each file of tensors, which must be whole, and what its tensors are called in the state."""
+    for digest, names in document["tensors"].items():
+        path = folder / file_name(digest)
         blob = _read(path)
         if _digest(blob) != digest:
             raise _UnusableError(f"its {path.name} is damaged")

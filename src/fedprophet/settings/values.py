@@ -48,6 +48,11 @@ class OneOf:
         return name
 
 
+@dataclass(frozen=True)
+class OfClients:
+    """Put into `Annotated`: the number is one of clients, so it is at most `population.clients`."""
+
+
 def share_of(value: int | str, whole: int) -> int:
     """Return a number as it is, and a share such as "20%" as its part of the whole, rounded down."""
     share = parse_share(value)
@@ -142,4 +147,4 @@ Counts = Annotated[
     list[Annotated[int, Field(ge=1, le=MOST)]], Allowed("list", "a list of counts from 1 on, such as [120, 80]")
 ]
 Names = Annotated[list[str], Allowed("list", 'a list of names, such as ["vgg11", "vgg16"]')]
-Clients = Literal["all"] | Annotated[int, Field(ge=1, le=MOST)]
+Clients = Annotated[Literal["all"] | Annotated[int, Field(ge=1, le=MOST)], OfClients()]

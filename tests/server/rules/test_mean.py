@@ -39,20 +39,20 @@ def test_each_parameter_is_averaged_over_those_who_trained_it() -> None:
         "w1": numbers(0, 0),
         "w2": numbers(9.0),
         "w3": numbers(7.0),
-        "heads.0.bias": numbers(5.0),
-        "heads.1.bias": numbers(6.0),
+        "heads/0.bias": numbers(5.0),
+        "heads/1.bias": numbers(6.0),
     }
     updates = [
-        (1.0, {"w1": numbers(8, 0), "heads.0.bias": numbers(1.0)}),
-        (3.0, {"w1": numbers(0, 8), "w2": numbers(1.0), "heads.1.bias": numbers(2.0)}),
-        (4.0, {"w1": numbers(4, 4), "w2": numbers(8.0), "heads.1.bias": numbers(9.0)}),
+        (1.0, {"w1": numbers(8, 0), "heads/0.bias": numbers(1.0)}),
+        (3.0, {"w1": numbers(0, 8), "w2": numbers(1.0), "heads/1.bias": numbers(2.0)}),
+        (4.0, {"w1": numbers(4, 4), "w2": numbers(8.0), "heads/1.bias": numbers(9.0)}),
     ]
     new = partial_average(current, updates)
     assert torch.equal(new["w1"], numbers(24 / 8, 40 / 8))
     assert torch.equal(new["w2"], numbers(35 / 7))
     assert torch.equal(new["w3"], numbers(7.0))
-    assert torch.equal(new["heads.0.bias"], numbers(1.0))
-    assert torch.equal(new["heads.1.bias"], numbers(42 / 7))
+    assert torch.equal(new["heads/0.bias"], numbers(1.0))
+    assert torch.equal(new["heads/1.bias"], numbers(42 / 7))
     assert torch.equal(current["w1"], numbers(0, 0)), "the old state must not change"
 
 
