@@ -55,11 +55,13 @@ def which_round(runs: Sequence[ReadFolder]) -> str:
 
 
 def autoattack(runs: Sequence[ReadFolder]) -> str:
-    """Return the personalised accuracy under AutoAttack, and on how many samples of each run it was measured."""
+    """Return the personalised accuracy under AutoAttack, on how many samples of each run and of how many seeds."""
     text = spreads(runs, accuracies("personalised", "autoattack"))
-    found = [run.summary.accuracies.get("personalised", {}).get("autoattack") for run in runs]
-    samples = sorted({f"{cell.samples:,}" for cell in found if cell})
-    return f"{text} ({', '.join(samples)} samples)" if text else ""
+    cells = [run.summary.accuracies.get("personalised", {}).get("autoattack") for run in runs]
+    found = [cell for cell in cells if cell]
+    samples = ", ".join(sorted({f"{cell.samples:,}" for cell in found}))
+    of_some = f", {len(found)} of {len(runs)} seeds" if len(found) < len(runs) else ""
+    return f"{text} ({samples} samples{of_some})" if text else ""
 
 
 def hours(runs: Sequence[ReadFolder]) -> str:

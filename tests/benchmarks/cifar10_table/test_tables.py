@@ -14,6 +14,7 @@ from cifar10_table.columns import COLUMNS
 from cifar10_table.figure import COLOURS, apart, figure
 from cifar10_table.tables import BEGIN, END, PAPER_COLUMNS, between_marks, papers, played_with, tables
 
+from fedprophet.report.compare import compare
 from fedprophet.server.assignment import AssignmentSettings
 from fedprophet.server.perturbation import PerturbationSettings
 
@@ -174,6 +175,26 @@ def test_the_page_in_the_repository_is_what_is_made_of_the_runs():
     assert between_marks(text, tables(read_kept(cifar10.PAGE.with_suffix("")))) == text
     mean = "76.8 ± 1.2 / 56.0 ± 0.8 | 79.7 / 56.8"
     assert f"| jFAT | mean ± standard deviation | {mean} |" in text
+
+
+def test_compare_has_a_row_for_the_seeds_of_each_kept_row():
+    """Kept runs name their settings alike, their starting weights too: a seed that did not would be a row apart."""
+    folder = cifar10.PAGE.with_suffix("")
+    kept = [CELLS[name] for name in read_kept(folder)]
+    settings = compare([folder / cell.name for cell in kept]).settings
+    expected = {frozenset(cell.name for cell in kept if cell.row == row) for row in {cell.row for cell in kept}}
+    assert {frozenset(run.path.name for run in row.runs) for setting in settings for row in setting.rows} == expected
+
+
+def test_a_mean_says_of_how_many_seeds_it_is(page, tmp_path):
+    for seed in range(2):
+        small_tar(tmp_path / "kept", f"balanced-jfat-seed{seed}", 0.8, 0.5)
+    cifar10.main(["--page", str(page), "bring", str(tmp_path / "kept")])
+    (page.with_suffix("") / "balanced-jfat-seed1" / "evaluation.json").unlink()
+    runs = list(read_kept(page.with_suffix("")).values())
+    attacked = COLUMNS["personalised AutoAttack"]
+    assert attacked(runs) == "40.0 (50 samples, 1 of 2 seeds)"
+    assert attacked(runs[:1]) == "40.0 (50 samples)"
 
 
 def test_a_page_without_marks_is_left_alone(page, capsys):
