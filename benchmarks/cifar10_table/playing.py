@@ -3,6 +3,7 @@
 import math
 import re
 import time
+import traceback
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from fedprophet.config.compare import differences
 from fedprophet.config.config import Config, machine_keys
 from fedprophet.config.load import load_config
 from fedprophet.engines.row_attacks import ROWS
-from fedprophet.errors import ConfigError, TrainingError
+from fedprophet.errors import ConfigError, FedProphetError
 from fedprophet.report.folders import read_folder
 from fedprophet.runs.evaluation import evaluate_run
 from fedprophet.runs.files import RunFiles, is_finished
@@ -30,6 +31,8 @@ from fedprophet.server.coordinator import Record
 
 now = time.monotonic
 SHOWN_EVERY = 20
+TOGETHER = 1.0
+"""Answers of a batch of rows come within so many seconds of each other."""
 PUT_OFF = "finished, AutoAttack put off"
 
 
@@ -69,21 +72,26 @@ class Within(Observer):
 class Measuring:
     """Stops a measurement at the time `last`. AutoAttack is put off before a batch of rows for which there is no time.
 
-    A batch takes `batch_seconds`, and the answers of its clients come together when it is over.
+    A batch takes `batch_seconds`, and the answers of its clients come together when it is over: all are taken in. Where
+    an answer within a batch has to be waited for, clients are attacked one by one, which stops at any of them.
     """
 
     samples: int
     last: float
     batch_seconds: float
     put_off: bool = False
+    _before: float = math.inf
 
     def watch(self, what: str, done: int, total: int | None) -> None:
         """Take in how far a measurement is."""
+        over, waited = now() > self.last, now() > self._before + TOGETHER
+        self._before = now()
         if what.startswith(SUITE) and total:
             clients = max(1, ROWS // math.ceil(self.samples / total))
             begins = done < total and done % clients == 0
             self.put_off = begins and now() + self.batch_seconds > self.last
-        if self.put_off or (now() > self.last and not what.startswith(SUITE)):
+            over = over and waited and done % clients > 1
+        if over or self.put_off:
             raise KeyboardInterrupt
 
 
@@ -114,17 +122,16 @@ def play_cell(path: Path, config: Config, within: Within) -> str:
         if not files.config.exists():
             fedprophet.train(config, out=path, observer=within)
         else:
-            expect_same(config, path)
             fedprophet.resume(path, observer=within)
     except RunStoppedError:
         return "stopped"
-    except TrainingError as error:
-        return f"failed: {error}"
     return "finished"
 
 
 def expect_same(config: Config, run: Path) -> None:
     """Refuse to go on with a run of other settings."""
+    if not RunFiles(run).config.exists():
+        return
     differs = differences(config, load_config(RunFiles(run).config), machine_keys())
     if differs:
         raise ConfigError(f"{run} has other settings ({'; '.join(differs)}). Give the same ones, or move it away")
@@ -173,24 +180,49 @@ class Playing:
 
 
 def play_cells(cells: Sequence[Cell], playing: Playing) -> list[Outcome]:
-    """Play cells one after the other until all are finished or time is over."""
+    """Play cells one after the other until all are finished or time is over.
+
+    What is wrong with the settings of any of them is said before the first one begins. A cell that fails later does not
+    take the others their time.
+    """
     last = now() + playing.seconds - playing.reserve
-    settle = last - playing.settle if playing.keeping.packs and playing.settle else math.inf
+    configs = [cell.config([*playing.given, *playing.settings]) for cell in cells]
+    for cell, config in zip(cells, configs, strict=True):
+        expect_same(config, playing.runs / cell.name)
     outcomes: list[Outcome] = []
-    for cell in cells:
-        path, config, began = playing.runs / cell.name, cell.config([*playing.given, *playing.settings]), now()
+    for cell, config in zip(cells, configs, strict=True):
+        path, began = playing.runs / cell.name, now()
         if began > last or any(outcome.state.endswith("stopped") for outcome in outcomes):
             outcomes.append(Outcome(cell.name, "no time left", rounds_of(path)))
             continue
-        before, within = rounds_of(path), Within(cell.name, last, settle)
-        playing.keeping.give_back(path)
-        with playing.keeping.kept(path, playing.about(cell)):
-            state = play_cell(path, config, within)
-            if state.startswith("finished") and playing.autoattack and now() < last:
-                state = measure(path, Measuring(playing.autoattack, last, playing.batch_seconds))
+        before = rounds_of(path)
+        state = what_became_of(cell, config, last, playing)
         rounds = rounds_of(path)
         outcomes.append(Outcome(cell.name, state, rounds, rounds - before, now() - began))
     return outcomes
+
+
+def what_became_of(cell: Cell, config: Config, last: float, playing: Playing) -> str:
+    """Play a cell until it is finished or time is over, keep and measure it; return what became of it."""
+    path = playing.runs / cell.name
+    settle = last - playing.settle if playing.keeping.packs and playing.settle else math.inf
+    try:
+        playing.keeping.give_back(path)
+        with playing.keeping.kept(path, playing.about(cell)):
+            state = play_cell(path, config, Within(cell.name, last, settle))
+            if state.startswith("finished") and playing.autoattack and now() < last:
+                state = measure(path, Measuring(playing.autoattack, last, playing.batch_seconds))
+    except FedProphetError as error:
+        return failed(error)
+    except RuntimeError as error:  # of torch and Triton, such as memory that a GPU does not have
+        traceback.print_exc()
+        return failed(error)
+    return state
+
+
+def failed(error: Exception) -> str:
+    """Return an error as what became of a cell, on one line."""
+    return f"failed: {' '.join(str(error).split()) or type(error).__name__}"
 
 
 def rounds_of(run: Path) -> int:

@@ -15,6 +15,7 @@ from cifar10_table.cells import CELLS
 from cifar10_table.keeping import MOST, Keeping, bytes_in, pack_smallest, read_tar
 from safetensors.torch import save_file
 
+from fedprophet.errors import TrainingError
 from fedprophet.models import build
 from fedprophet.runs.files import RunFiles, is_finished
 from fedprophet.runs.observer import Observer
@@ -244,6 +245,33 @@ def test_other_settings_are_not_mixed_into_a_run(played, tmp_path, capsys):
     assert "unknown cell 'balanced-jfat'. Did you mean" in capsys.readouterr().err
 
 
+def test_what_is_wrong_with_a_later_cell_is_said_before_the_first_one_begins(played, tmp_path, capsys):
+    other = JOINT.replace("seed0", "seed1")
+    assert played(other, seconds=11) == 0
+    assert played(JOINT, other, seconds=1000, data="elsewhere") == 2
+    assert f"{other} has other settings (data.root: here " in capsys.readouterr().err
+    assert not (tmp_path / "runs" / JOINT).exists()
+
+
+@pytest.mark.parametrize("fault", [TrainingError("it has\ndiverged"), RuntimeError("it has\ndiverged")])
+@pytest.mark.parametrize("where", ["play_cell", "measure"])
+def test_a_cell_that_fails_leaves_the_others_their_time(played, monkeypatch, capsys, fault, where):
+    other = JOINT.replace("seed0", "seed1")
+    whole = getattr(playing, where)
+
+    def sometimes(path, *words):
+        if path.name == JOINT:
+            raise fault
+        return whole(path, *words)
+
+    monkeypatch.setattr(playing, where, sometimes)
+    monkeypatch.setattr(playing, "evaluate_run", lambda *words, of: None)
+    assert played(JOINT, other, seconds=1000, autoattack=8, batch_seconds=0) == 1
+    said = capsys.readouterr().out
+    assert f"| {JOINT} | failed: it has diverged | {0 if where == 'play_cell' else 2} |" in said
+    assert f"| {other} | finished, AutoAttack measured | 2 | 2 |" in said
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -300,9 +328,11 @@ def test_autoattack_is_not_begun_without_time_for_a_batch_of_rows(monkeypatch):
         ("pgd20, clients", 7, 101.0, True),
         ("autoattack, clients", 0, 69.0, False),
         ("autoattack, clients", 0, 71.0, True),
-        ("autoattack, clients", 39, 101.0, False),
+        ("autoattack, clients", 1, 101.0, False),
+        ("autoattack, clients", 39, 101.9, False),
         ("autoattack, clients", 40, 71.0, True),
-        ("autoattack, clients", 100, 101.0, False),
+        ("autoattack, clients", 81, 101.0, False),
+        ("autoattack, clients", 100, 101.9, False),
     ]
     for what, done, now, stops in told:
         monkeypatch.setattr(playing, "now", lambda now=now: now)
@@ -311,6 +341,18 @@ def test_autoattack_is_not_begun_without_time_for_a_batch_of_rows(monkeypatch):
                 measuring.watch(what, done, 100)
         else:
             measuring.watch(what, done, 100)
+
+
+def test_autoattack_client_by_client_is_stopped_when_time_is_over(monkeypatch):
+    """A batch is of 40 clients. Where the second of them has to be waited for, they are attacked one by one."""
+    measuring = playing.Measuring(5000, last=100.0, batch_seconds=30.0)
+    for done, now in [(0, 60.0), (1, 80.0), (2, 99.0), (3, 99.5)]:
+        monkeypatch.setattr(playing, "now", lambda now=now: now)
+        measuring.watch("autoattack, clients", done, 100)
+    monkeypatch.setattr(playing, "now", lambda: 118.0)
+    with pytest.raises(KeyboardInterrupt):
+        measuring.watch("autoattack, clients", 4, 100)
+    assert not measuring.put_off
 
 
 def test_a_run_that_finished_earlier_is_measured_and_a_stopped_measurement_goes_on(
