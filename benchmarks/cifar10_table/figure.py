@@ -21,6 +21,10 @@ STYLES = [(colour, dashes) for dashes in ("-", "--", ":") for colour in COLOURS]
 MEASURES = {"clean": "clean accuracy", "adversarial": "accuracy under PGD-20"}
 CIRCLES = "circles: the round that a module was kept at"
 WIDTH, HEIGHT, LABEL_GAP = 11.0, 3.5, 0.062
+PANELS = {"left": 0.06, "right": 0.72, "bottom": 0.14, "top": 0.87, "wspace": 0.2}
+"""Where the two panels of a table are, the same for all tables: the rest is for the names of the lines."""
+ROOM = (0.025, 0.06)
+"""How far apart numbers of modules are, across or along, as shares of the panel."""
 
 
 @dataclass(frozen=True)
@@ -53,27 +57,33 @@ def figure(kept: Kept) -> bytes:
     if not groups:
         raise ConfigError("no finished run is kept: there is nothing to draw")
     with rc_context({"svg.hashsalt": "cifar10"}):
-        drawn = Figure(figsize=(WIDTH, HEIGHT * len(groups)), layout="constrained", facecolor="white")
+        drawn = Figure(figsize=(WIDTH, HEIGHT * len(groups)), facecolor="white")
         parts = drawn.subfigures(len(groups), 1, squeeze=False).flat
         for part, group in zip(parts, groups, strict=True):
             part.suptitle(group.title, x=0.01, ha="left", fontsize=11, color=INK, fontweight="bold")
-            for axes, measure in zip(part.subplots(1, 2), MEASURES, strict=True):
-                draw_rows(axes, group.rows, kept, measure)
+            panels = part.subplots(1, len(MEASURES), gridspec_kw=PANELS)
+            ends = [draw_rows(axes, group.rows, kept, measure) for axes, measure in zip(panels, MEASURES, strict=True)]
+            label_ends(panels[-1], ends[-1])
         data = io.BytesIO()
         drawn.savefig(data, format="svg", metadata={"Date": None, "Creator": None})
     return data.getvalue()
 
 
-def draw_rows(axes: "Axes", rows: Sequence[Row], kept: Kept, measure: str) -> None:
-    """Draw the runs of some rows: a colour for each row, a thin line for each seed, its name at the end."""
+def draw_rows(axes: "Axes", rows: Sequence[Row], kept: Kept, measure: str) -> dict[str, tuple[float, float, str]]:
+    """Draw the runs of some rows: a colour for each row, a thin line for each seed.
+
+    Return by title where each row's lines end, and its colour.
+    """
     ends: dict[str, tuple[float, float, str]] = {}
+    stages: list[tuple[Curve, str]] = []
     played = [row for row in rows if any(cell.name in kept for cell in row.cells)]
     for (colour, dashes), row in zip(STYLES[: len(played)], played, strict=True):
         curves = [curve_of(kept[cell.name], measure) for cell in row.cells if cell.name in kept]
         for number, curve in enumerate(curves):
             width = 0.9 if len(curves) == 1 else 0.6
             axes.plot(curve.rounds, curve.values, color=colour, ls=dashes, lw=width, alpha=0.85)
-            draw_stages(axes, curve, colour, numbered=number == 0)
+            draw_stages(axes, curve, colour)
+            stages += [(curve, colour)] if number == 0 else []
         title = row.title if len(curves) == 1 else f"{row.title}, {len(curves)} seeds"
         last = [value for curve in curves for value in curve.values[-max(1, len(curve.values) // 20) :]]
         ends[title] = (max(curve.rounds[-1] for curve in curves), sum(last) / len(last), colour)
@@ -87,15 +97,30 @@ def draw_rows(axes: "Axes", rows: Sequence[Row], kept: Kept, measure: str) -> No
     axes.tick_params(labelsize=8, labelcolor=INK, color=PALE)
     axes.grid(axis="y", color="#e6e6e6", linewidth=0.7)
     axes.set_axisbelow(True)
-    label_ends(axes, ends)
+    number_stages(axes, stages)
+    return ends
 
 
-def draw_stages(axes: "Axes", curve: Curve, colour: str, numbered: bool) -> None:
-    """Mark the round that each stage of a cascade was kept at, with the number of its module."""
-    for module, (x, y) in curve.stages.items():
+def draw_stages(axes: "Axes", curve: Curve, colour: str) -> None:
+    """Mark the round that each stage of a cascade was kept at."""
+    for x, y in curve.stages.values():
         axes.plot([x], [y], "o", ms=4.5, mfc="white", mec=colour, mew=1.2, zorder=3)
-        if numbered:
-            style: dict[str, Any] = {"ha": "center", "fontsize": 7.5, "color": colour}
+
+
+def number_stages(axes: "Axes", stages: Sequence[tuple[Curve, str]]) -> None:
+    """Write the numbers of modules over their marks, where there is room beside the numbers that are there already."""
+    from matplotlib.patheffects import withStroke
+
+    (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
+    across, along = ROOM[0] * (right - left), ROOM[1] * (high - low)
+    placed: list[tuple[float, float]] = []
+    for curve, colour in stages:
+        for module, (x, y) in curve.stages.items():
+            if any(abs(x - other_x) < across and abs(y - other_y) < along for other_x, other_y in placed):
+                continue
+            placed.append((x, y))
+            halo = [withStroke(linewidth=2.5, foreground="white")]
+            style: dict[str, Any] = {"ha": "center", "fontsize": 7.5, "color": colour, "path_effects": halo}
             axes.annotate(str(module), (x, y), (0, 7), textcoords="offset points", **style)
 
 

@@ -47,7 +47,7 @@ def write_run(tmp_path: Path) -> Callable[..., Path]:
         deployed: bool | None = None,
     ) -> Path:
         path = tmp_path / name
-        path.mkdir(parents=True)
+        (path / "checkpoints").mkdir(parents=True)
         config = load_config(None, [f"method={method}", *settings])
         (path / "config.toml").write_text(to_toml(config))
         times = [

@@ -270,6 +270,19 @@ def test_which_accuracies_were_not_measured_under_autoattack_is_said(write_run, 
     ]
 
 
+def test_what_has_no_checkpoints_is_not_to_be_measured(write_run, tmp_path):
+    """Kept results, whose models are elsewhere: of two rows without AutoAttack, the second can be measured."""
+    for name, method in (("kept", "jfat"), ("whole", "feddf")):
+        write_run(name, method)
+    (tmp_path / "kept" / "checkpoints").rmdir()
+    note = said(
+        only(compare([tmp_path / "kept", tmp_path / "whole"])), "AA are not measured for jFAT, FedDF-AT. Measure"
+    )
+    assert note.endswith(f"them: fedprophet evaluate {tmp_path / 'whole'} --attack autoattack")
+    (alone,) = [n for n in setting_notes(only(compare([tmp_path / "kept"]))) if "AA are not" in n]
+    assert alone == "Personalised and global AA are not measured for jFAT."
+
+
 def test_a_second_run_of_one_seed_on_real_devices_is_said(write_run, tmp_path):
     comparison = compare([write_run("a", deployed=True), write_run("b", deployed=True)])
     assert comparison.notes == (

@@ -20,6 +20,7 @@ from fedprophet.report.compare import (
 )
 from fedprophet.report.runs import DEPLOYED
 from fedprophet.runs.evaluator import KINDS, Kind
+from fedprophet.runs.files import RunFiles
 from fedprophet.storage.files import how_to_resume
 
 READING = (
@@ -218,12 +219,14 @@ def _unattacked(setting: Setting) -> Iterator[str]:
         rows.setdefault(missing, []).append(row)
     rows.pop((), None)
     for kinds, without in rows.items():
-        command = f"fedprophet evaluate {shlex.quote(str(without[0].runs[0].path))} --attack autoattack"
-        yield (
-            f"{' and '.join(kinds).capitalize()} AA {'are' if len(kinds) > 1 else 'is'} not measured for "
-            f"{', '.join(row.name for row in without)}. "
-            f"Measure {'them' if len(kinds) > 1 else 'it'}: {command}{'' if kinds == possible else f' --of {kinds[0]}'}"
-        )
+        are, them = ("are", "them") if len(kinds) > 1 else ("is", "it")
+        said = f"{' and '.join(kinds).capitalize()} AA {are} not measured for {', '.join(row.name for row in without)}."
+        # What is kept of a run whose model is elsewhere has none.
+        whole = (run.path for row in without for run in row.runs if RunFiles(run.path).checkpoints.is_dir())
+        path = next(whole, None)
+        command = f"fedprophet evaluate {shlex.quote(str(path))} --attack autoattack"
+        alone = "" if kinds == possible else f" --of {kinds[0]}"
+        yield said if path is None else f"{said} Measure {them}: {command}{alone}"
 
 
 def _speedups(setting: Setting) -> Iterator[str]:
