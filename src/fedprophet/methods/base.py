@@ -8,7 +8,6 @@ from typing import Any, Generic, Self, TypedDict, TypeVar
 from fedprophet.cascade.norms import hidden_norm_layers, statistics_names
 from fedprophet.errors import BudgetError, ConfigError
 from fedprophet.messages.answers import Evaluated, Reported, Trained
-from fedprophet.messages.codec import LATER
 from fedprophet.messages.tasks import Evaluate, Report, Train
 from fedprophet.messages.values import FrozenModule, Resources, Timeline
 from fedprophet.methods.refresh import Renewal, refresh_round
@@ -45,16 +44,16 @@ class MethodState:
 
     model: Parameters
     best_model: Parameters
-    starting: Parameters = field(default_factory=dict, metadata=LATER)
-    best_starting: Parameters = field(default_factory=dict, metadata=LATER)
+    starting: Parameters = field(default_factory=dict)
+    best_starting: Parameters = field(default_factory=dict)
     round: int = 0
     failures: int = 0
     best: Best | None = None
     discarded: tuple[tuple[int, int], ...] = ()
-    refreshed: bool = field(default=False, metadata=LATER)
-    renewal: Renewal | None = field(default=None, metadata=LATER)
-    norm_layers: Parameters = field(default_factory=dict, metadata=LATER)
-    mean: RunningMean | None = field(default=None, metadata=LATER)
+    refreshed: bool = False
+    renewal: Renewal | None = None
+    norm_layers: Parameters = field(default_factory=dict)
+    mean: RunningMean | None = None
 
     @property
     def judged(self) -> Self:

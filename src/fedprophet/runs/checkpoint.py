@@ -36,7 +36,8 @@ from fedprophet.storage.files import (
 from fedprophet.version import __version__
 
 FORMAT = 3
-"""Counts up when what a checkpoint holds gets another meaning, as the names of heads did: others are refused."""
+"""Counts up when a state gets a field or loses one, since a state is read with exactly its fields, and when what a
+checkpoint holds gets another meaning, as the names of heads did. Other formats are refused."""
 STATE = "state.json"
 """The file of a checkpoint's JSON."""
 PUT_BACK = "A run goes on with the settings that it was started with: put them back into its config.toml"
