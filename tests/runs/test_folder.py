@@ -11,11 +11,10 @@ from safetensors.torch import load
 from fedprophet.data.dataset import from_tensors
 from fedprophet.engines import make_engine
 from fedprophet.errors import CheckpointError
-from fedprophet.runs.checkpoint import Checkpoints
 from fedprophet.runs.export import write_model
 from fedprophet.runs.observer import Observer
 from fedprophet.runs.play import play
-from fedprophet.runs.run import NOT_CHECKED, RunStoppedError, open_to_read, reopen, start
+from fedprophet.runs.run import RunStoppedError, open_to_read, reopen, start
 from fedprophet.storage.files import tensors_to_bytes
 
 ANEW = "Put it back from a copy, or start the run anew"
@@ -190,23 +189,6 @@ def test_the_identity_of_a_run_on_other_machines_is_written_again(tiny, small, s
     assert run.files.flower.read_text() == identity
     with pytest.raises(CheckpointError, match="on other machines"):
         open_to_read(path)
-
-
-# A checkpoint of an earlier version -----------------------------------------------------------------------------------
-
-
-def test_an_old_checkpoint_is_used_with_a_note_and_the_next_one_knows_all(stopped, contents, undisturbed):
-    loaded = reopen(stopped)
-    shutil.rmtree(stopped / "checkpoints")
-    Checkpoints(stopped / "checkpoints", loaded.session.config).save(loaded.state, 3)
-    again = reopen(stopped)
-    assert again.notes == (NOT_CHECKED,)
-    play(again)
-    assert contents(stopped) == undisturbed
-    trained = {int(file.stem) for file in (stopped / "clients").rglob("*.safetensors")}
-    saved = Checkpoints(stopped / "checkpoints", loaded.session.config).known_contents()
-    assert set(saved.clients["backbone"]) == trained
-    assert reopen(stopped).notes == ()
 
 
 # A finished run ------------------------------------------------------------------------------------------------------

@@ -111,7 +111,8 @@ def test_a_run_on_other_machines_goes_on_there_and_can_be_read_when_it_is_finish
 )
 def test_a_whole_state_that_is_not_of_this_run_is_refused(stopped, change):
     run = reopen(stopped)
-    checkpoints_of(run.files, run.session.config).save(replace(run.state, **change(run.state)), run.state.round)
+    changed = replace(run.state, **change(run.state))
+    checkpoints_of(run.files, run.session.config).save(changed, run.state.round, run.contents)
     with pytest.raises(CheckpointError, match="does not fit this run: it was changed by hand"):
         reopen(stopped)
 
