@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from collections import defaultdict
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from safetensors.torch import load
 from fedprophet.data.dataset import from_tensors
 from fedprophet.engines import make_engine
 from fedprophet.errors import CheckpointError
+from fedprophet.messages.modules import digest
 from fedprophet.runs.export import write_model
 from fedprophet.runs.observer import Observer
 from fedprophet.runs.play import play
@@ -56,13 +58,14 @@ def altered_bit(file):
 
 def altered_value(file):
     """A sound safetensors file, in which somebody has changed a number, the digest in its header included."""
-    length = int.from_bytes(file.read_bytes()[:8], "little")
-    about = json.loads(file.read_bytes()[8 : 8 + length])["__metadata__"]
-    tensors = load(file.read_bytes())
+    tensors, versions = load(file.read_bytes()), defaultdict(dict)
     for name, value in tensors.items():
         if name.endswith("running_var"):
             value += 1
-    file.write_bytes(tensors_to_bytes(tensors, {"versions": about["versions"]}))
+        version, _, layer = name.partition("/")
+        versions[version][layer] = value
+    digests = " ".join(map(digest, versions.values()))
+    file.write_bytes(tensors_to_bytes(tensors, {"versions": " ".join(versions), "digests": digests}))
 
 
 def without_layers(file):
