@@ -540,7 +540,7 @@ def test_the_run_says_where_its_statistics_come_from(tiny):
         method = assemble(tiny({**JFAT, "norm.layers": "local", "norm.refresh": "attacked", **settings})).method
         state = method.initial()
         assert "measured anew" not in str(method.layers_of(state))
-        done = method.layers_of(replace(state, refreshed=True, renewal=Renewal(("a",), (), own=6)))
+        done = method.layers_of(replace(state, renewal=Renewal(("a",), (), own=6)))
         assert list(done) == ["personalised", "global"]
         return done["global"], done["personalised"]
 
