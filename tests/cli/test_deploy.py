@@ -453,7 +453,7 @@ def test_submit_hands_the_folders_to_flower(pilot, tmp_path, monkeypatch):
     ]
     assert variables["FLWR_HOME"] == str(pilot.flower)
     expected = {"config": str(pilot.config), "out": str(pilot.runs / "run-1"), "resume": True, "from-round": 3}
-    assert tomllib.loads(settings.read_text()) == expected
+    assert tomllib.loads(settings.read_text()) == {**expected, "log": ""}
     launch.submit(pilot, pilot.runs / "run-1", resume=True, from_round=3, log=["tensorboard", "mlflow"])
     assert tomllib.loads(settings.read_text()) == {**expected, "log": "tensorboard mlflow"}
 

@@ -14,7 +14,6 @@ from fedprophet.client.layer_store import ClientStore, LayerDigests
 from fedprophet.errors import CheckpointError
 from fedprophet.messages.modules import digest
 from fedprophet.messages.values import Timeline
-from fedprophet.storage.files import tensors_from_bytes, tensors_to_bytes
 
 ALL = Timeline()
 MANY = 10**9
@@ -374,12 +373,15 @@ def test_a_damaged_file_is_named(tmp_path: Path, size: int) -> None:
         again.get("backbone", 1, ALL, 9)
 
 
-def test_a_file_of_somebody_else_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("about", [None, {"versions": "1"}, {"digests": "ab"}, {"versions": "1 2", "digests": "ab"}])
+def test_a_file_of_somebody_else_is_named(tmp_path: Path, about: dict[str, str] | None) -> None:
     path = tmp_path / "backbone/0/1.safetensors"
     path.parent.mkdir(parents=True)
-    save_file({"w": torch.zeros(1)}, path)
-    with pytest.raises(CheckpointError, match="does not say which versions"):
-        ClientStore(tmp_path, MANY).get("backbone", 1, ALL, 9)
+    save_file({"1/w": torch.zeros(1)}, path, about)
+    store = ClientStore(tmp_path, MANY)
+    for read in (lambda: store.get("backbone", 1, ALL, 9), lambda: store.digests(9)):
+        with pytest.raises(CheckpointError, match=f"{path} cannot be read: it does not say which versions"):
+            read()
 
 
 # Held against a checkpoint -------------------------------------------------------------------------------------------
@@ -481,15 +483,6 @@ def test_a_flipped_bit_is_found_by_the_file_alone(folder: Path) -> None:
     path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     with pytest.raises(CheckpointError, match=rf"{path} cannot be read: its layers of round \d are not those"):
         get(ClientStore(folder, MANY), 1, 9)
-
-
-def test_files_of_earlier_versions_have_no_digests(folder: Path) -> None:
-    digests = known(folder)
-    path = file_of(folder, 1)
-    tensors = tensors_from_bytes(path.read_bytes())
-    path.write_bytes(tensors_to_bytes(tensors, {"versions": "3 5"}))
-    assert get(ClientStore(folder, MANY), 1, 9) == 5
-    assert known(folder) == digests
 
 
 def test_what_an_interrupted_run_left_is_ignored(folder: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedprophet.messages.codec import LATER, CodecError, decode, encode
+from fedprophet.messages.codec import CodecError, decode, encode
 from fedprophet.storage.files import tensors_from_bytes, tensors_to_bytes
 
 
@@ -178,28 +178,3 @@ def test_a_field_of_a_type_that_cannot_be_read_is_a_bug_of_ours() -> None:
 
     with pytest.raises(TypeError, match=r"a field of type set\[int\] cannot be decoded \(ids\)"):
         decode(Odd, {"ids": []}, {})
-
-
-@dataclass(frozen=True)
-class Grown(Inner):
-    """As an earlier version had it, and what came later."""
-
-    layers: Mapping[str, Tensor] = field(default_factory=dict, metadata=LATER)
-    done: bool = field(default=False, metadata=LATER)
-
-
-def test_a_field_that_came_later_may_be_missing_and_no_other() -> None:
-    old, _ = encode(Inner(0.5, (2, "b")))
-    assert decode(Grown, old, {}) == Grown(0.5, (2, "b"), {}, False)
-    assert decode(Grown, {**old, "done": True}, {}) == Grown(0.5, (2, "b"), {}, True)
-    table, tensors = encode(Grown(0.5, layers={"w": torch.ones(2)}, done=True))
-    assert bits(decode(Grown, table, tensors)) == bits(Grown(0.5, layers={"w": torch.ones(2)}, done=True))
-    for name in ("score", "where"):
-        with pytest.raises(CodecError, match=f"Grown lacks '{name}'"):
-            decode(Grown, {key: value for key, value in table.items() if key != name}, tensors)
-    with pytest.raises(CodecError, match="Grown has 'more', which is no field of it"):
-        decode(Grown, {**old, "more": 1}, {})
-    with pytest.raises(CodecError, match="done is 1, not true or false"):
-        decode(Grown, {**old, "done": 1}, {})
-    with pytest.raises(CodecError, match="no field names"):
-        decode(Grown, old, {"layers/w": torch.ones(2)})

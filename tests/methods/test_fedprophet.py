@@ -494,7 +494,7 @@ def test_the_alpha_that_is_carried_on_is_that_of_the_round_that_was_kept(tiny, p
 
 
 def test_a_checkpoint_knows_how_long_alpha_has_been_what_it_is(tiny, keeping, play_in_memory, scripted, same_tensors):
-    """A run that goes on from what was written ends with the same bits; what earlier versions wrote can be read."""
+    """A run that goes on from what was written ends with the same bits."""
     played = play_in_memory(tiny(RULES), scripted(KEEPING), rounds=9)
     data, tensors = encode(played.states[-1])
     assert data["perturbation"]["changed"] == 4, "the fourth round of its stage"
@@ -505,8 +505,6 @@ def test_a_checkpoint_knows_how_long_alpha_has_been_what_it_is(tiny, keeping, pl
         records.append(record)
     assert records == keeping.records[9:]
     assert same_tensors(state.model, keeping.states[-1].model)
-    del data["perturbation"]["changed"]
-    assert decode(CascadeState, data, tensors).perturbation == replace(played.states[-1].perturbation, changed=0)
 
 
 # The mean of the last rounds ------------------------------------------------------------------------------------------

@@ -522,21 +522,6 @@ def test_a_measurement_proves_no_model(honest):
     assert after.proven == before.proven
 
 
-def test_a_state_of_an_earlier_version_has_none_of_it(honest):
-    """A checkpoint without the fields that came later is read with their defaults, and any other must be there."""
-    table, tensors = encode(honest.states[1])
-    later = ("starting", "best_starting", "refreshed", "renewal", "norm_layers")
-    old = json.loads(json.dumps({name: value for name, value in table.items() if name not in later}))
-    state = decode(honest.session.method.state, old, tensors)
-    assert (state.starting, state.best_starting, state.refreshed, state.norm_layers) == ({}, {}, False, {})
-    assert not honest.session.method.finished(state)
-    unknown = honest.session.method.layers_of(replace(honest.states[-1], renewal=None))["global"]
-    assert unknown.endswith("; at the end, statistics measured anew on clean images; the journal says of which layers")
-    for name in table.keys() - set(later):
-        with pytest.raises(ValueError, match=f"lacks '{name}'"):
-            decode(honest.session.method.state, {n: v for n, v in old.items() if n != name}, tensors)
-
-
 @pytest.mark.parametrize("kind", [Refresh, Refreshed])
 def test_messages_have_all_their_fields(kind, honest):
     ((tasks, answers),) = asked(honest.exchanges[-1])
@@ -555,7 +540,7 @@ def test_the_run_says_where_its_statistics_come_from(tiny):
         method = assemble(tiny({**JFAT, "norm.layers": "local", "norm.refresh": "attacked", **settings})).method
         state = method.initial()
         assert "measured anew" not in str(method.layers_of(state))
-        done = method.layers_of(replace(state, refreshed=True, renewal=Renewal(("a",), (), own=6)))
+        done = method.layers_of(replace(state, renewal=Renewal(("a",), (), own=6)))
         assert list(done) == ["personalised", "global"]
         return done["global"], done["personalised"]
 

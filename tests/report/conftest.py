@@ -10,8 +10,8 @@ import pytest
 from fedprophet.config.load import load_config
 from fedprophet.config.reference import to_toml
 
-Client = tuple[float, ...]
-"""Computation, access and communication in seconds, and bytes of memory where the journal has them."""
+Client = tuple[float, float, float, float]
+"""Computation, access and communication in seconds, and bytes of memory."""
 KEYS = ("computation_s", "access_s", "communication_s", "memory_bytes")
 ROUNDS: Sequence[Sequence[Client]] = [
     [(1, 10, 5, 30), (8, 2, 1, 20)],  # the first client is the slowest: 11 s, and has the slowest link
@@ -51,7 +51,7 @@ def write_run(tmp_path: Path) -> Callable[..., Path]:
         config = load_config(None, [f"method={method}", *settings])
         (path / "config.toml").write_text(to_toml(config))
         times = [
-            {str(number): dict(zip(KEYS, client, strict=False)) for number, client in enumerate(clients)}
+            {str(number): dict(zip(KEYS, client, strict=True)) for number, client in enumerate(clients)}
             for clients in rounds
         ]
         more = [*notes, *[{}] * (len(times) - len(notes))]

@@ -501,7 +501,7 @@ def test_columns_of_different_precisions_are_told_apart(write_run):
 def test_notes_on_samples_versions_attacks_and_memory(write_run, tmp_path):
     paths = [
         write_run("a", "jfat", autoattack=0.3),
-        write_run("b", "fedprophet", rounds=[[(1, 2, 3)]], results={"version": "0.2.0"}),
+        write_run("b", "fedprophet", rounds=[[]], results={"version": "0.2.0"}),
     ]
     setting = only(compare(paths))
     assert said(setting, "Starting weights") == "Starting weights: drawn at random for all rows."
@@ -512,9 +512,8 @@ def test_notes_on_samples_versions_attacks_and_memory(write_run, tmp_path):
     assert said(setting, "AA are not measured for FedProphet.").endswith(
         f": fedprophet evaluate {tmp_path / 'b'} --attack autoattack"
     )
-    assert str(tmp_path / "b") in said(setting, "Memory is not known")
     assert setting.rows[0].memory("least") == 40
-    assert setting.rows[1].memory("least") is None
+    assert setting.rows[1].memory("least") is None, "nobody trained"
 
 
 def test_keys_that_only_one_method_reads_are_no_difference_between_methods(write_run):

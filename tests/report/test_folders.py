@@ -44,13 +44,6 @@ def test_a_round_that_only_measures_statistics_costs_nothing_that_is_counted(wri
     assert real.memory == Memory(results["memory"]["least_bytes"], results["memory"]["peak_bytes"])
 
 
-@pytest.mark.parametrize("rounds", [[[(1, 2, 3)]], [[(1, 2, 3, 4)], [(1, 2, 3), (1, 2, 3, 4)]]])
-def test_a_journal_without_memory_still_has_its_times(write_run, rounds):
-    run = read_run(write_run("run", rounds=rounds))
-    assert run.memory is None
-    assert run.time == SimulatedTime(len(rounds), 2 * len(rounds), 3 * len(rounds))
-
-
 def test_a_journal_without_times_or_rounds_gives_none(write_run):
     path = write_run("old")
     (path / "journal.jsonl").write_text('{"round":1}\n{"round":2}\n')
@@ -192,6 +185,11 @@ def test_a_run_before_its_first_round(write_run):
             "journal.jsonl",
             '{"round": 1, "times": {"0": {"computation_s": "nan", "access_s": 1, "communication_s": 1}}}\n',
             ["round 1 of the journal", "0.computation_s"],
+        ),
+        (
+            "journal.jsonl",
+            '{"round": 1, "times": {"0": {"computation_s": 1, "access_s": 1, "communication_s": 1}}}\n',
+            ["round 1 of the journal", "0.memory_bytes: Field required"],
         ),
         ("journal.jsonl", '{"round": 1, "times": []}\n', ["round 1 of the journal", "leave this run out"]),
         ("inputs.json", "{}", ["inputs.json is damaged"]),

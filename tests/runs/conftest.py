@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from fedprophet.runs.files import RunFiles
+from fedprophet.runs.folder import FolderContents
+from fedprophet.runs.journal import Mark
 from fedprophet.runs.observer import Observer
 from fedprophet.runs.play import play
 from fedprophet.runs.run import RunStoppedError, start
@@ -16,6 +18,9 @@ from fedprophet.runs.run import RunStoppedError, start
 SMALL = {"rounds": 2, "memory.budget": "60%", "train.iterations": 1, "attack.steps": 1, "attack.feature_steps": 1}
 SMALL |= {"population.clients": 20, "evaluate.clients": 2, "evaluate.steps": 1, "evaluate.batch": 400}
 SMALL |= {"measure.clients": 2, "measure.steps": 1, "evaluate.test_samples": 40}
+
+NOTHING_KNOWN = FolderContents({}, Mark(0, ""), Mark(0, ""), {}, flower="")
+"""What a checkpoint says of a folder that has nothing else, where a test is about the checkpoint alone."""
 
 
 @pytest.fixture(scope="session")

@@ -22,6 +22,8 @@ from fedprophet.runs.checkpoint import Checkpoints
 from fedprophet.runs.folder import FolderContents
 from fedprophet.runs.journal import Mark
 
+from .conftest import NOTHING_KNOWN
+
 CONFIG = Config()
 
 
@@ -72,7 +74,7 @@ TENSORS = "tensors-*.safetensors"
 
 def test_save_and_load(checkpoints: Checkpoints, folder: Path) -> None:
     assert not checkpoints.present()
-    checkpoints.save(state_of(12), 12)
+    checkpoints.save(state_of(12), 12, NOTHING_KNOWN)
     assert checkpoints.present()
     assert names(folder) == ["round-000012"]
     checkpoint = folder / "round-000012"
@@ -86,13 +88,13 @@ def test_save_and_load(checkpoints: Checkpoints, folder: Path) -> None:
 
 
 def test_what_state_json_says(checkpoints: Checkpoints, folder: Path) -> None:
-    checkpoints.save(state_of(12), 12)
+    checkpoints.save(state_of(12), 12, NOTHING_KNOWN)
     document = json.loads((folder / "round-000012" / "state.json").read_text())
     assert document["format"] == 3
     assert document["round"] == 12
     assert document["config"] == CONFIG.model_dump()
     assert document["state"]["ratio"] == 4.0
-    assert set(document) == {"format", "version", "round", "config", "tensors", "state", "digest"}
+    assert set(document) == {"format", "version", "round", "config", "tensors", "state", "folder", "digest"}
 
 
 def test_what_is_known_of_the_folder(checkpoints: Checkpoints, folder: Path) -> None:
@@ -103,8 +105,11 @@ def test_what_is_known_of_the_folder(checkpoints: Checkpoints, folder: Path) -> 
     rewrite(path, lambda document: document["folder"].pop("clients"))
     with pytest.raises(CheckpointError, match="what it says of its folder does not fit this version"):
         checkpoints.load(State)
+    assert checkpoints.known_contents() is None
     rewrite(path, lambda document: document.pop("folder"))
-    assert checkpoints.load(State).folder is None, "as an earlier version wrote it"
+    with pytest.raises(CheckpointError, match=r"its state\.json does not say what else the run's folder held"):
+        checkpoints.load(State)
+    assert checkpoints.known_contents() is None
 
 
 def test_a_checkpoint_as_it_lies_on_the_disk(checkpoints: Checkpoints, folder: Path) -> None:
@@ -113,18 +118,22 @@ def test_a_checkpoint_as_it_lies_on_the_disk(checkpoints: Checkpoints, folder: P
     digest = hashlib.blake2b(tensors, digest_size=32).hexdigest()
     state = {"round": 4, "model": {"w": "model/w", "v": "model/w"}, "ratio": {"float": "inf"}, "flag": True}
     document = {"format": 3, "version": "0.1", "round": 4, "config": CONFIG.model_dump()}
-    document |= {"tensors": {digest: {"model/w": "inside"}}, "state": state, "digest": ""}
+    nothing = {"bytes": 0, "digest": ""}
+    known = {"clients": {}, "journal": nothing, "timings": nothing, "inputs": {}, "flower": ""}
+    document |= {"tensors": {digest: {"model/w": "inside"}}, "state": state, "folder": known, "digest": ""}
     path = folder / "round-000004" / "state.json"
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(document))
     (path.parent / f"tensors-{digest[:16]}.safetensors").write_bytes(tensors)
     rewrite(path, lambda document: None)
-    assert same(checkpoints.load(State).state, State(4, dict.fromkeys("wv", torch.ones(2)), math.inf, True))
+    found = checkpoints.load(State)
+    assert same(found.state, State(4, dict.fromkeys("wv", torch.ones(2)), math.inf, True))
+    assert found.folder == NOTHING_KNOWN
 
 
 def test_the_same_state_gives_the_same_bytes(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        Checkpoints(tmp_path / name, CONFIG).save(state_of(3), 3)
+        Checkpoints(tmp_path / name, CONFIG).save(state_of(3), 3, NOTHING_KNOWN)
     a, b = (tmp_path / name / "round-000003" for name in ("a", "b"))
     assert names(a) == names(b)
     assert all((a / name).read_bytes() == (b / name).read_bytes() for name in names(a))
@@ -134,7 +143,7 @@ def test_the_same_state_gives_the_same_bytes(tmp_path: Path) -> None:
 def test_older_ones_are_removed(tmp_path: Path, keep: int, left: list[int]) -> None:
     checkpoints = Checkpoints(tmp_path, CONFIG, keep)
     for number in range(1, 6):
-        checkpoints.save(state_of(number), number)
+        checkpoints.save(state_of(number), number, NOTHING_KNOWN)
     assert names(tmp_path) == [f"round-{number:06d}" for number in left]
 
 
@@ -142,18 +151,18 @@ def test_the_one_that_training_has_gone_on_from_stays(tmp_path: Path) -> None:
     """Rounds 4 to 7 had no usable update: those of round 3 were trained from the state after round 2."""
     checkpoints = Checkpoints(tmp_path, CONFIG, 2)
     for number in range(1, 4):
-        checkpoints.save(state_of(number), number, proven=number - 1)
+        checkpoints.save(state_of(number), number, NOTHING_KNOWN, proven=number - 1)
     for number in range(4, 8):
-        checkpoints.save(state_of(number), number, proven=2)
+        checkpoints.save(state_of(number), number, NOTHING_KNOWN, proven=2)
     assert names(tmp_path) == ["round-000002", "round-000006", "round-000007"]
     assert checkpoints.newest(2) == 2
-    checkpoints.save(state_of(8), 8, proven=7)
+    checkpoints.save(state_of(8), 8, NOTHING_KNOWN, proven=7)
     assert names(tmp_path) == ["round-000007", "round-000008"]
 
 
 def test_the_checkpoint_of_a_round_can_be_asked_for(checkpoints: Checkpoints, folder: Path) -> None:
-    checkpoints.save(state_of(4), 4)
-    checkpoints.save(state_of(6), 6)
+    checkpoints.save(state_of(4), 4, NOTHING_KNOWN)
+    checkpoints.save(state_of(6), 6, NOTHING_KNOWN)
     assert same(checkpoints.load(State, 4).state, state_of(4))
     with pytest.raises(CheckpointError, match=r"no checkpoint of round 5 in .*; there are: 6, 4"):
         checkpoints.load(State, 5)
@@ -162,8 +171,8 @@ def test_the_checkpoint_of_a_round_can_be_asked_for(checkpoints: Checkpoints, fo
 
 
 def test_rounds_are_ordered_as_numbers(checkpoints: Checkpoints, folder: Path) -> None:
-    checkpoints.save(state_of(999999), 999999)
-    checkpoints.save(state_of(1000000), 1000000)
+    checkpoints.save(state_of(999999), 999999, NOTHING_KNOWN)
+    checkpoints.save(state_of(1000000), 1000000, NOTHING_KNOWN)
     assert checkpoints.load(State).round == 1000000
     assert names(folder) == ["round-1000000", "round-999999"]
 
@@ -172,7 +181,7 @@ def test_foreign_files_are_left_alone(checkpoints: Checkpoints, folder: Path) ->
     folder.mkdir(parents=True)
     (folder / "notes.tmp").write_text("mine")
     (folder / "round-1").mkdir()
-    checkpoints.save(state_of(1), 1)
+    checkpoints.save(state_of(1), 1, NOTHING_KNOWN)
     assert names(folder) == ["notes.tmp", "round-000001", "round-1"]
     assert checkpoints.load(State).round == 1
 
@@ -183,17 +192,17 @@ def test_no_checkpoint(checkpoints: Checkpoints, folder: Path) -> None:
 
 
 def test_saving_a_round_again(checkpoints: Checkpoints, folder: Path) -> None:
-    checkpoints.save(state_of(1), 1)
-    checkpoints.save(state_of(8), 1)
+    checkpoints.save(state_of(1), 1, NOTHING_KNOWN)
+    checkpoints.save(state_of(8), 1, NOTHING_KNOWN)
     assert names(folder) == ["round-000001"]
     assert checkpoints.load(State).state.round == 8
 
 
 def test_a_damaged_one_is_replaced_when_its_round_comes_again(checkpoints: Checkpoints, folder: Path) -> None:
-    checkpoints.save(state_of(1), 1)
-    checkpoints.save(state_of(2), 2)
+    checkpoints.save(state_of(1), 1, NOTHING_KNOWN)
+    checkpoints.save(state_of(2), 2, NOTHING_KNOWN)
     (folder / "round-000002" / "state.json").write_text("{")
-    checkpoints.save(state_of(2), 2)
+    checkpoints.save(state_of(2), 2, NOTHING_KNOWN)
     assert checkpoints.load(State)[1:3] == (2, [])
 
 
@@ -212,8 +221,8 @@ def assert_falls_back(checkpoints: Checkpoints, reason: str) -> None:
 
 @pytest.fixture
 def two(checkpoints: Checkpoints) -> Checkpoints:
-    checkpoints.save(state_of(1), 1)
-    checkpoints.save(state_of(2), 2)
+    checkpoints.save(state_of(1), 1, NOTHING_KNOWN)
+    checkpoints.save(state_of(2), 2, NOTHING_KNOWN)
     return checkpoints
 
 
@@ -324,7 +333,7 @@ def test_a_checkpoint_of_another_configuration(two: Checkpoints, folder: Path) -
         Checkpoints(folder, other).load(State)
     text = str(caught.value)
     assert text.count("another configuration: seed: here 4, there 0; train.batch: here 8, there 64") == 2
-    Checkpoints(folder, other, keep=3).save(state_of(3), 3)
+    Checkpoints(folder, other, keep=3).save(state_of(3), 3, NOTHING_KNOWN)
     assert Checkpoints(folder, other).load(State)[1:3] == (3, [])
     _, number, notes, _ = two.load(State)
     assert number == 2
@@ -339,7 +348,7 @@ def test_leftovers_of_a_kill_are_ignored_and_removed(two: Checkpoints, folder: P
     half.mkdir()
     (half / "tensors.safetensors").write_bytes(b"half")
     assert two.load(State)[1:3] == (2, [])
-    two.save(state_of(3), 3)
+    two.save(state_of(3), 3, NOTHING_KNOWN)
     assert names(folder) == ["round-000002", "round-000003"]
     assert two.load(State).round == 3
 
@@ -347,7 +356,7 @@ def test_leftovers_of_a_kill_are_ignored_and_removed(two: Checkpoints, folder: P
 def test_a_kill_between_moving_aside_and_renaming(two: Checkpoints, folder: Path) -> None:
     (folder / "round-000002").rename(folder / "round-000002.old")
     assert two.load(State)[1:3] == (2, [])
-    two.save(state_of(3), 3)
+    two.save(state_of(3), 3, NOTHING_KNOWN)
     assert names(folder) == ["round-000002", "round-000003"]
 
 
@@ -355,7 +364,7 @@ def test_a_kill_before_what_was_moved_aside_is_removed(two: Checkpoints, folder:
     shutil.copytree(folder / "round-000001", folder / "round-000002.old")
     state, number, *_ = two.load(State)
     assert (state.round, number) == (2, 2)
-    two.save(state_of(3), 3)
+    two.save(state_of(3), 3, NOTHING_KNOWN)
     assert names(folder) == ["round-000002", "round-000003"]
 
 
@@ -383,7 +392,7 @@ def save_until(checkpoints: Checkpoints, state: State, monkeypatch: pytest.Monke
         for name in ("rename", "mkdir", "open"):
             patch.setattr(Path, name, counted(getattr(Path, name)))
         try:
-            checkpoints.save(state, state.round)
+            checkpoints.save(state, state.round, NOTHING_KNOWN)
         except Killed:
             return True
     return False
@@ -395,9 +404,9 @@ def test_a_kill_at_any_step_leaves_a_whole_checkpoint(
 ) -> None:
     before = Checkpoints(tmp_path / "before", CONFIG)
     for number in (1, 2):
-        before.save(state_of(number), number)
+        before.save(state_of(number), number, NOTHING_KNOWN)
     if again:
-        before.save(replace(state_of(3), flag=True), 3)
+        before.save(replace(state_of(3), flag=True), 3, NOTHING_KNOWN)
     steps = 0
     killed = True
     while killed:
@@ -408,8 +417,8 @@ def test_a_kill_at_any_step_leaves_a_whole_checkpoint(
         assert notes == []
         assert number == 3 if again else number in (2, 3)
         assert same(replace(state, flag=False), state_of(number))
-        checkpoints.save(state_of(3), 3)
-        checkpoints.save(state_of(4), 4)
+        checkpoints.save(state_of(3), 3, NOTHING_KNOWN)
+        checkpoints.save(state_of(4), 4, NOTHING_KNOWN)
         assert names(folder) == ["round-000003", "round-000004"]
         steps += 1
     assert steps > 8
@@ -432,7 +441,7 @@ def test_files_and_folders_are_synced_before_the_rename(
 
     monkeypatch.setattr(os, "fsync", watched_fsync)
     monkeypatch.setattr(Path, "rename", watched_rename)
-    checkpoints.save(state_of(1), 1)
+    checkpoints.save(state_of(1), 1, NOTHING_KNOWN)
     assert events == [
         f"sync {file_of(folder / 'round-000001', TENSORS).name}",
         "sync state.json",
@@ -459,7 +468,7 @@ def test_a_full_disk(two: Checkpoints, folder: Path, monkeypatch: pytest.MonkeyP
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         with pytest.raises(CheckpointError) as caught:
-            two.save(state_of(3), 3)
+            two.save(state_of(3), 3, NOTHING_KNOWN)
     text = str(caught.value)
     # The fourth sync is that of the folder above: by then the new checkpoint itself is whole.
     last = 2 if call < 3 else 3
@@ -479,23 +488,23 @@ def test_a_full_disk_at_the_first_checkpoint(
     folder.mkdir(parents=True)
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(CheckpointError, match="There is no whole checkpoint yet"):
-        checkpoints.save(state_of(1), 1)
+        checkpoints.save(state_of(1), 1, NOTHING_KNOWN)
     assert names(folder) == []
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
     with pytest.raises(CheckpointError, match=r"cannot write the checkpoint .*round-000001: "):
-        Checkpoints(tmp_path / "run" / "checkpoints", CONFIG).save(state_of(1), 1)
+        Checkpoints(tmp_path / "run" / "checkpoints", CONFIG).save(state_of(1), 1, NOTHING_KNOWN)
 
 
 def test_a_real_limit_on_the_size_of_files(checkpoints: Checkpoints, folder: Path) -> None:
-    checkpoints.save(state_of(1), 1)
+    checkpoints.save(state_of(1), 1, NOTHING_KNOWN)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
     try:
         with pytest.raises(CheckpointError, match=r"File too large\. The last whole checkpoint is of round 1\."):
-            checkpoints.save(State(2, {"w": torch.ones(100_000)}), 2)
+            checkpoints.save(State(2, {"w": torch.ones(100_000)}), 2, NOTHING_KNOWN)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert checkpoints.load(State).round == 1

@@ -40,7 +40,7 @@ def test_rounds_of_one_engine_are_a_span():
     lines = [line(1), *(line(number, WORKERS) for number in (2, 3)), line(4, GPU), line(5, WORKERS), line(6, WORKERS)]
     found = spans(lines)
     assert found == (EngineSpan(WORKERS, 2, 3), EngineSpan(GPU, 4, 4), EngineSpan(WORKERS, 5, 6)), (
-        "the first round is of a version before"
+        "the first line does not say"
     )
     assert spans_of(json.loads(json.dumps([span.to_json() for span in found]))) == found
     assert spans([line(1)]) == ()

@@ -12,11 +12,10 @@ from fedprophet.client.layer_store import ClientStore
 from fedprophet.errors import CheckpointError, ConfigError
 from fedprophet.messages.values import Timeline
 from fedprophet.runs import pack as pack_module
-from fedprophet.runs.checkpoint import Checkpoints
 from fedprophet.runs.export import write_model
 from fedprophet.runs.pack import pack, unpack
 from fedprophet.runs.play import play
-from fedprophet.runs.run import NOT_CHECKED, RunStoppedError, open_to_read, reopen, start
+from fedprophet.runs.run import RunStoppedError, open_to_read, reopen, start
 from fedprophet.storage.files import file_hash
 from fedprophet.storage.locks import folder_lock
 from fedprophet.storage.parts import LEAST_PART, parts_of, read_parts, write_parts
@@ -106,16 +105,6 @@ def test_a_model_that_is_the_checkpoints_costs_next_to_nothing(finished, tmp_pat
 def test_an_altered_model_is_left_out_and_made_again(finished, tmp_path, contents, undisturbed):
     (finished / "model.safetensors").write_bytes(b"altered")
     assert "model.safetensors" in pack(finished, tmp_path / "parts", PART).left_out
-    play(reopen(unpack(tmp_path / "parts", tmp_path / "run").run))
-    assert contents(tmp_path / "run") == undisturbed
-
-
-def test_a_checkpoint_of_an_earlier_version_is_packed(stopped, tmp_path, contents, undisturbed):
-    """One that did not record what else the folder holds."""
-    loaded = reopen(stopped)
-    shutil.rmtree(stopped / "checkpoints")
-    Checkpoints(stopped / "checkpoints", loaded.session.config).save(loaded.state, 3)
-    assert pack(stopped, tmp_path / "parts", PART).notes == (NOT_CHECKED,)
     play(reopen(unpack(tmp_path / "parts", tmp_path / "run").run))
     assert contents(tmp_path / "run") == undisturbed
 

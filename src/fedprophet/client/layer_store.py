@@ -272,34 +272,27 @@ def _read_versions(path: Path) -> tuple[dict[int, Layers], dict[int, str]] | Non
         raise _unreadable(path, error) from error
     digests = {version: digest(tensors) for version, tensors in layers.items()}
     for version, written in recorded.items():
-        if written not in (None, digests[version]):
+        if written != digests[version]:
             raise _unreadable(path, f"its layers of round {version} are not those that were written")
     return {version: MappingProxyType(tensors) for version, tensors in layers.items()}, digests
 
 
 def _read_digests(path: Path) -> dict[int, str]:
-    """Return the digests of the versions in a client's file, if possible from its header; none if it has no file."""
+    """Return the digests of the versions in a client's file, from its header; none if it has no file."""
     try:
-        recorded = _read_header(path)
+        return _read_header(path)
     except FileNotFoundError:
         return {}
     except (OSError, SafetensorError) as error:
         raise _unreadable(path, error) from error
-    known = {version: written for version, written in recorded.items() if written is not None}
-    if len(known) == len(recorded):
-        return known
-    read = _read_versions(path)
-    return read[1] if read else {}
 
 
-def _read_header(path: Path) -> dict[int, str | None]:
-    """Return the versions that a file says it holds, and their digests; files of earlier versions have none."""
+def _read_header(path: Path) -> dict[int, str]:
+    """Return the versions that a file says it holds, and their digests."""
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata() or {}
     try:
-        versions = tuple(map(int, metadata["versions"].split()))
-        digests = metadata["digests"].split() if "digests" in metadata else [None] * len(versions)
-        return dict(zip(versions, digests, strict=True))
+        return dict(zip(map(int, metadata["versions"].split()), metadata["digests"].split(), strict=True))
     except (KeyError, ValueError) as error:
         raise SafetensorError("it does not say which versions it holds") from error
 

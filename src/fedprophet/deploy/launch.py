@@ -70,7 +70,7 @@ def submit(pilot: Pilot, out: Path, resume: bool, from_round: int | None = None,
         "out": str(out),
         "resume": resume,
         "from-round": from_round or 0,
-        **({"log": " ".join(log)} if log else {}),  # the app of a pilot that was made earlier does not have it
+        "log": " ".join(log),
     }
     write_atomic(settings, tomlkit.dumps(table).encode())
     command = ["flwr", "run", str(pilot.path / "app"), CONNECTION, "--run-config", str(settings), "--format", "json"]

@@ -21,8 +21,6 @@ Tensors = dict[str, Tensor]
 NON_FINITE = ("inf", "-inf", "nan")
 INTEGERS = range(-(2**63), 2**64)
 """Larger numbers could not be stored in 64 bits by other readers."""
-LATER: Mapping[str, bool] = {"later": True}
-"""The metadata of a dataclass field that data of earlier versions lack: they are read with its default."""
 SHOWN = 80
 """Characters of a value that an error quotes."""
 
@@ -119,13 +117,12 @@ class _Reader:
     def _dataclass(self, kind: Any, value: object, path: str) -> Any:
         hints = _hints(kind)
         table = _table(value, path)
-        odd = (table.keys() ^ hints.keys()) - (_later_fields(kind) - table.keys())
+        odd = table.keys() ^ hints.keys()
         if odd:
             name = min(odd)
             problem = f"lacks {name!r}" if name in hints else f"has {quoted(name)}, which is no field of it"
             raise CodecError(f"{path or kind.__name__} {problem}")
-        known = {name: hint for name, hint in hints.items() if name in table}
-        return kind(**{name: self.read(hint, table[name], _join(path, name)) for name, hint in known.items()})
+        return kind(**{name: self.read(hint, table[name], _join(path, name)) for name, hint in hints.items()})
 
     def tuple_(self, hints: tuple[Any, ...], value: object, path: str) -> tuple[Any, ...]:
         endless = len(hints) == 2 and hints[1] is Ellipsis
@@ -161,11 +158,6 @@ class _Reader:
 def _hints(kind: Any) -> dict[str, Any]:
     hints = get_type_hints(kind)
     return {each.name: hints[each.name] for each in fields(kind)}
-
-
-@cache
-def _later_fields(kind: Any) -> frozenset[str]:
-    return frozenset(each.name for each in fields(kind) if each.metadata.keys() >= LATER.keys())
 
 
 def _wrong(value: object, path: str, expected: str) -> CodecError:

@@ -8,7 +8,6 @@ from typing import Any, Generic, Self, TypedDict, TypeVar
 from fedprophet.cascade.norms import hidden_norm_layers, statistics_names
 from fedprophet.errors import BudgetError, ConfigError
 from fedprophet.messages.answers import Evaluated, Reported, Trained
-from fedprophet.messages.codec import LATER
 from fedprophet.messages.tasks import Evaluate, Report, Train
 from fedprophet.messages.values import FrozenModule, Resources, Timeline
 from fedprophet.methods.refresh import Renewal, refresh_round
@@ -38,23 +37,26 @@ class MethodState:
 
     `starting` are the layers that clients begin with where they have none of their own. `failures` counts the rounds in
     a row that had no usable update; `discarded` are the rounds between a best one that was restored and the end of its
-    stage. `mean` is that of the model over its last rounds, where there is a horizon. `refreshed`: the round that
-    measures norm statistics anew was played, and `renewal` is what it came to; if clients have their own, `norm_layers`
-    are those of the exported model.
+    stage. `mean` is that of the model over its last rounds, where there is a horizon. `renewal` is what the round that
+    measures norm statistics anew came to; if clients have their own, `norm_layers` are those of the exported model.
     """
 
     model: Parameters
     best_model: Parameters
-    starting: Parameters = field(default_factory=dict, metadata=LATER)
-    best_starting: Parameters = field(default_factory=dict, metadata=LATER)
+    starting: Parameters = field(default_factory=dict)
+    best_starting: Parameters = field(default_factory=dict)
     round: int = 0
     failures: int = 0
     best: Best | None = None
     discarded: tuple[tuple[int, int], ...] = ()
-    refreshed: bool = field(default=False, metadata=LATER)
-    renewal: Renewal | None = field(default=None, metadata=LATER)
-    norm_layers: Parameters = field(default_factory=dict, metadata=LATER)
-    mean: RunningMean | None = field(default=None, metadata=LATER)
+    renewal: Renewal | None = None
+    norm_layers: Parameters = field(default_factory=dict)
+    mean: RunningMean | None = None
+
+    @property
+    def refreshed(self) -> bool:
+        """Whether the round that measures norm statistics anew was played, or is being played."""
+        return self.renewal is not None
 
     @property
     def judged(self) -> Self:
@@ -190,15 +192,10 @@ class Method(ABC, Generic[S]):
         own, whole = self.client_norm_layers, self.norm_layers
         if not statistics_names(self.world.chain):
             return {"personalised": NO_LAYERS, "global": NO_LAYERS}
-        if not state.refreshed:
+        if state.renewal is None:
             return {"personalised": own, "global": whole}
         images, clients = self.world.config.norm.refresh, self.world.config.population.clients
-        if state.renewal is None:  # of an earlier version
-            pooled = kept = (
-                f"; at the end, statistics measured anew on {images} images; the journal says of which layers"
-            )
-        else:
-            pooled, kept = state.renewal.pooled_text(images), state.renewal.own_text(images, clients)
+        pooled, kept = state.renewal.pooled_text(images), state.renewal.own_text(images, clients)
         added = pooled if own == whole else kept if self.refreshes_own else ""
         return {"personalised": own + added, "global": whole + pooled}
 

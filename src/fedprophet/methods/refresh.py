@@ -30,11 +30,12 @@ S = TypeVar("S", bound="MethodState")
 class Renewal:
     """What the closing refresh came to: the norm layers that were measured, and those that too few clients measured.
 
-    `own` is how many clients measured, and kept, statistics of their own, where they were asked to.
+    `own` is how many clients measured, and kept, statistics of their own, where they were asked to. While the round is
+    played, all are empty.
     """
 
-    measured: tuple[str, ...]
-    missed: tuple[str, ...]
+    measured: tuple[str, ...] = ()
+    missed: tuple[str, ...] = ()
     own: int = 0
 
     def pooled_text(self, images: str) -> str:
@@ -64,7 +65,7 @@ def measured_text(record: Record) -> str:
 def refresh_round(method: "Method[S]", state: S) -> Conversation[tuple[S, Record]]:
     """Play the round in which the statistics of the trained model are measured; nothing is trained in it."""
     world = method.world
-    state = replace(state, round=state.round + 1, refreshed=True)
+    state = replace(state, round=state.round + 1, renewal=Renewal())
     record: Record = {"round": state.round, "refresh": world.config.norm.refresh, "times": {}, "dropped": {}}
     whole = {**(yield from _averaged_layers(method, state, record)), **state.model}
     template = refresh_task(method, state, method.exported(state, whole))

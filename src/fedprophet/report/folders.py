@@ -41,12 +41,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _ClientCost:
-    """What the journal records of a client in a round. Journals of earlier versions have no memory."""
+    """What the journal records of a client in a round."""
 
     computation_s: Amount
     access_s: Amount
     communication_s: Amount
-    memory_bytes: Count | None = None
+    memory_bytes: Count
 
 
 @dataclass(frozen=True)

@@ -180,9 +180,6 @@ def _unfinished(setting: Setting) -> Iterator[str]:
 
 def _of_runs(setting: Setting) -> Iterator[str]:
     yield from (f"{run.path}: {note.rstrip('.')}." for run in setting.runs for note in run.notes)
-    unknown = [str(run.path) for run in setting.runs if run.time is not None and run.memory is None and run.rounds]
-    if unknown:
-        yield f"Memory is not known for {', '.join(unknown)}: the journal was written by an earlier version."
 
 
 def _faults(setting: Setting) -> Iterator[str]:

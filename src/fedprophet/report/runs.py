@@ -159,7 +159,7 @@ class Setup:
     data: DataSetup | None = None
     machines: list[dict[str, Any]] = field(default_factory=list)
     refreshes: bool = True
-    """Whether the model has statistics that can be measured anew; earlier versions did not say."""
+    """Whether the model has statistics that can be measured anew; results.json does not say."""
     starting_weights: str | None = None
 
 

@@ -36,7 +36,8 @@ from fedprophet.storage.files import (
 from fedprophet.version import __version__
 
 FORMAT = 3
-"""Counts up when what a checkpoint holds gets another meaning, as the names of heads did: others are refused."""
+"""Counts up when a state gets a field or loses one, since a state is read with exactly its fields, and when what a
+checkpoint holds gets another meaning, as the names of heads did. Other formats are refused."""
 STATE = "state.json"
 """The file of a checkpoint's JSON."""
 PUT_BACK = "A run goes on with the settings that it was started with: put them back into its config.toml"
@@ -45,15 +46,12 @@ S = TypeVar("S")
 
 
 class Loaded(NamedTuple, Generic[S]):
-    """The newest whole state, the round it was saved after, notes for the user, and what the folder held then.
-
-    Checkpoints of earlier versions do not know what the folder held.
-    """
+    """The newest whole state, the round it was saved after, notes for the user, and what the folder held then."""
 
     state: S
     round: int
     notes: list[str]
-    folder: FolderContents | None
+    folder: FolderContents
 
 
 class Raw(NamedTuple):
@@ -92,7 +90,7 @@ class Checkpoints:
         """Whether there is a checkpoint at all, usable or not."""
         return bool(self._folders())
 
-    def save(self, state: object, round: int, known: FolderContents | None = None, **kept: int | None) -> None:
+    def save(self, state: object, round: int, known: FolderContents, **kept: int | None) -> None:
         """Write the state after a round, and what is known of the rest of the run's folder.
 
         Older checkpoints are removed only once this one is on the disk. The newest one up to the round `proven`, from
@@ -105,7 +103,7 @@ class Checkpoints:
         self,
         state: object,
         round: int,
-        known: FolderContents | None = None,
+        known: FolderContents,
         proven: int | None = None,
         best: int | None = None,
     ) -> Callable[[], None]:
@@ -122,7 +120,7 @@ class Checkpoints:
             "round": round,
             "config": self._config.model_dump(),
             "state": data,
-            **({"folder": encode(known)[0]} if known else {}),
+            "folder": encode(known)[0],
         }
 
         def write() -> None:
@@ -296,9 +294,9 @@ def _read_state(kind: type[S], folder: Path, document: Mapping[str, Any]) -> S:
         raise _UnusableError(f"its state does not fit this version of FedProphet: {error}") from error
 
 
-def _read_contents(document: Mapping[str, Any]) -> FolderContents | None:
+def _read_contents(document: Mapping[str, Any]) -> FolderContents:
     if "folder" not in document:
-        return None
+        raise _UnusableError(f"its {STATE} does not say what else the run's folder held")
     try:
         return decode(FolderContents, document["folder"], {})
     except CodecError as error:

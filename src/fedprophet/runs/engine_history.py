@@ -46,7 +46,7 @@ def engine_in_use(session: Session, run: Path) -> EngineUse:
 
 
 def spans(timings: Iterable[Mapping[str, Any]]) -> tuple[EngineSpan, ...]:
-    """Return the engines of rounds, from the lines of timings.jsonl; those of earlier versions do not name one."""
+    """Return the engines of rounds, from the lines of timings.jsonl; one that was altered may name none."""
     found: list[EngineSpan] = []
     for line in timings:
         if not {"engine", "precision"} <= line.keys():

@@ -51,10 +51,10 @@ def is_finished(files: RunFiles) -> bool:
 
 
 def model_fits(files: RunFiles) -> bool:
-    """Whether a finished run's model is the one that its results are about; earlier versions did not record that."""
+    """Whether a finished run's model is the one that its results are about."""
     recorded = read_results(files.path).get("model_digest")
     with files.model.open("rb") as file:
-        return recorded in (None, hashlib.file_digest(file, file_hash).hexdigest())
+        return hashlib.file_digest(file, file_hash).hexdigest() == recorded
 
 
 def other_model(files: RunFiles) -> CheckpointError:

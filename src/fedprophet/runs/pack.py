@@ -24,7 +24,7 @@ from fedprophet.runs.checkpoint import Checkpoints, Loaded, Raw
 from fedprophet.runs.files import RunFiles, is_finished, model_fits
 from fedprophet.runs.folder import check_folder
 from fedprophet.runs.journal import Journal, Mark
-from fedprophet.runs.run import NOT_CHECKED, expect_run
+from fedprophet.runs.run import expect_run
 from fedprophet.sizes import format_size
 from fedprophet.storage.files import (
     TRY_AGAIN,
@@ -109,7 +109,7 @@ def pack(
         if round == "best" and best is not None:
             loaded = checkpoints.load_raw(best)
         layers = ClientStore(files.clients, LAYERS_MEMORY)
-        notes = [*loaded.notes, *_checked(files, layers, loaded)]
+        notes = [*loaded.notes, *check_folder(files, layers, loaded.folder, to_read=False)]
         finished = is_finished(files) and loaded.round == max(checkpoints.rounds())
         contents = [*_contents(files, layers, loaded), *(_results(files) if finished else ())]
         about = {"name": run.absolute().name, "round": loaded.round, "finished": finished}
@@ -135,15 +135,6 @@ def _expect_empty(folder: Path) -> None:
         raise ConfigError(f"{folder} {what}, and nothing is overwritten. Give another folder with --out")
 
 
-def _checked(files: RunFiles, layers: ClientStore, loaded: Loaded[Raw]) -> Iterator[str]:
-    """Hold the folder against the checkpoint, as a resume does: what is damaged is not packed."""
-    if loaded.folder is None:
-        layers.digests(loaded.round)
-        yield NOT_CHECKED
-    else:
-        yield from check_folder(files, layers, loaded.folder, to_read=False)
-
-
 def _other_best(loaded: Loaded[Raw]) -> int | None:
     """Return the best round of a checkpoint whose best model is another than its model."""
     state = loaded.state.document["state"]
@@ -161,8 +152,7 @@ def _contents(files: RunFiles, layers: ClientStore, loaded: Loaded[Raw]) -> Iter
     for file in (files.config, files.inputs, files.setup, files.tracking, files.flower):
         if file.exists():
             yield _File(file.name, file.read_bytes(), "text")
-    marks = (loaded.folder.journal, loaded.folder.timings) if loaded.folder else (None, None)
-    for file, mark in zip((files.journal, files.timings), marks, strict=True):
+    for file, mark in ((files.journal, loaded.folder.journal), (files.timings, loaded.folder.timings)):
         if file.exists():
             yield _File(file.name, _up_to(file, mark), "text")
     checkpoint = _without_unused(loaded.state)
@@ -176,9 +166,9 @@ def _contents(files: RunFiles, layers: ClientStore, loaded: Loaded[Raw]) -> Iter
         yield _File(f"{files.clients.name}/{path}", content, "layers")
 
 
-def _up_to(file: Path, mark: Mark | None) -> bytes:
+def _up_to(file: Path, mark: Mark) -> bytes:
     content = file.read_bytes()
-    return content[: mark.bytes] if mark and Journal(file).begins_with(mark) else content
+    return content[: mark.bytes] if Journal(file).begins_with(mark) else content
 
 
 def _without_unused(raw: Raw) -> Raw:

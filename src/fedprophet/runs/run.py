@@ -26,10 +26,6 @@ from fedprophet.settings.values import CUSTOM
 from fedprophet.storage.files import is_deployed, write_atomic
 from fedprophet.storage.locks import LOCK
 
-NOT_CHECKED = (
-    "the checkpoint is of an earlier version, which did not record what else the folder holds: its clients/ and "
-    "journal.jsonl are used as they are"
-)
 LEFT_OVER = frozenset({".config.toml.tmp", LOCK})
 """What a kill at the very start may leave: a folder with no other files counts as empty."""
 
@@ -49,7 +45,7 @@ class Run:
     away: bool = False
     """Whether its clients are on other machines, where this process cannot ask them."""
     contents: FolderContents | None = None
-    """What its folder held when the state was saved; None before the first checkpoint, and in old ones."""
+    """What its folder held when the state was saved; None before the first checkpoint."""
 
 
 def checkpoints_of(files: RunFiles, config: Config) -> Checkpoints:
@@ -194,5 +190,5 @@ def _opened(
         return Run(files, session, session.method.initial(), (*session.notes, *_without_checkpoints(files)))
     state, number, notes, known = checkpoints.load(session.method.state, round)
     _expect_fitting(state, session, f"the checkpoint of round {number} in {path}", files, recorded is not None)
-    more = check_folder(files, session.layers, known, to_read) if known else [NOT_CHECKED]
+    more = check_folder(files, session.layers, known, to_read)
     return Run(files, session, state, (*session.notes, *notes, *more), contents=known)

@@ -74,13 +74,13 @@ def simulated_seconds(records: Iterable[Record]) -> dict[str, float]:
 
 
 def training_memory(records: Iterable[Record]) -> dict[str, int] | None:
-    """Return the bytes that clients' training takes in the cost model; None if the journal does not say.
+    """Return the bytes that clients' training takes in the cost model; None if nobody trained.
 
     `least_bytes` is what a device needs to do the smallest task of every round: the largest, over the rounds, of each
     round's smallest task. `smallest_bytes` and `peak_bytes` are the smallest and the largest task of all.
     """
     rounds = [record["times"].values() for record in records if record.get("times")]
-    if not rounds or not all("memory_bytes" in time for times in rounds for time in times):
+    if not rounds:
         return None
     sizes = [[time["memory_bytes"] for time in times] for times in rounds]
     smallest = [min(round_sizes) for round_sizes in sizes]

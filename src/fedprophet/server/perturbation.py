@@ -2,12 +2,11 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from pydantic import Field
 
-from fedprophet.messages.codec import LATER
 from fedprophet.settings.describe import misfit
 from fedprophet.settings.section import Section, section
 from fedprophet.settings.toml import shown
@@ -81,7 +80,7 @@ class Perturbation:
     alpha: float
     ratios: tuple[float, ...] = ()
     observed: int = 0
-    changed: int = field(default=0, metadata=LATER)
+    changed: int = 0
 
     @property
     def radius(self) -> float:
