@@ -137,7 +137,8 @@ class Method(ABC, Generic[S]):
             self.norm_layers = f"{SHARED_LAYERS}; statistics: {self.norm_layers}"
             self.client_norm_layers = f"{SHARED_LAYERS}; statistics: {self.client_norm_layers}"
         elif norm.layers != "local":
-            fixed = f"; statistics fixed after {world.config.frozen_after_rounds} rounds of a stage"
+            rounds = world.config.frozen_after_rounds
+            fixed = f"; statistics fixed after {rounds} round{'s' if rounds > 1 else ''} of a stage"
             joined = f"{SHARED_LAYERS}, variances pooled{fixed if norm.layers == 'frozen' else ''}"
             self.norm_layers = self.client_norm_layers = joined
 
@@ -192,7 +193,7 @@ class Method(ABC, Generic[S]):
             return {"personalised": NO_LAYERS, "global": NO_LAYERS}
         if not state.refreshed:
             return {"personalised": own, "global": whole}
-        images, clients = self.world.config.norm.refresh, self.world.config.population.clients
+        images, clients = self.world.config.refresh_images, self.world.config.population.clients
         if state.renewal is None:  # of an earlier version
             pooled = kept = (
                 f"; at the end, statistics measured anew on {images} images; the journal says of which layers"
