@@ -251,6 +251,17 @@ def test_export_says_how_the_runs_model_normalises_not_how_its_data_is(cli, tiny
         assert (file.metadata()["normalize_mean"], file.metadata()["normalize_std"]) == ("[0.25]", "[0.5]")
 
 
+def test_export_says_how_the_model_was_trained_where_that_is_not_as_in_the_paper(cli, tiny, run):
+    start(tiny({"method": "jfat", "train.calibration": "labels", "aggregate.horizon": 2}), run.parent / "ours")
+    ours, papers = (cli("export", path, "--out", "model.safetensors").out for path in ("ours", run))
+    for text in (
+        "the mean of the model over its last rounds, of up to 2 (aggregate.horizon).\n",
+        "whoever adds theirs to its scores makes it personal (docs/how-to/one-model.md).\n",
+    ):
+        assert text in ours
+        assert text not in papers
+
+
 def test_exported_norm_layers_are_the_weighted_mean_over_those_who_trained(run):
     opened = reopen(run)
     session, state = opened.session, opened.state

@@ -260,6 +260,8 @@ def test_all_errors_are_listed_one_a_line(tmp_path: Path) -> None:
         (["rounds=9", "train.warmup=9"], "train.warmup: given 9", "rounds = 9"),
         (["rounds=9", "train.warmup=4", "convergence.gate=5"], "convergence.gate: given 5", "train.warmup = 5"),
         (["rounds=9", "train.warmup=4", "attack.ramp=5"], "attack.ramp: given 5", "train.warmup = 5"),
+        (["rounds=9", "train.warmup=4", "aggregate.horizon=6"], "aggregate.horizon: given 6", "at most 5, as many"),
+        (["rounds=9", "train.warmup=4", "attack.ramp=3", "aggregate.horizon=4"], "aggregate.horizon", "at most 3, as"),
         (["perturbation.floor=0.8"], "perturbation.floor: given 0.8", "perturbation.start = 0.7"),
         (
             ["norm.refresh=clean", "norm.refresh_clients=2", "aggregate.minimum=3"],
@@ -282,6 +284,8 @@ def test_limits_themselves_are_allowed() -> None:
     sets = ["population.cohort=20", "evaluate.clients=20", "rounds=9", "train.warmup=4", "convergence.gate=4"]
     sets += ["aggregate.minimum=20", "aggregate.rule=trimmed-mean"]
     assert load_config(None, [*sets, "perturbation.floor=0.3"]).gate_rounds == 4
+    sets = ["rounds=9", "train.warmup=4", "attack.ramp=3", "aggregate.horizon=3", "convergence.gate=0"]
+    assert load_config(None, sets).horizon_rounds == 3
 
 
 def test_several_conflicts_are_all_listed() -> None:

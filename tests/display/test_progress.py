@@ -203,7 +203,7 @@ def test_answers_that_did_not_come_are_told(session):
         "round 2: no answer from client 3 (training)",
         "round 2: no answer from clients 0, 1, 2, 3, 4, 5, 6, 7 and 2 more (evaluating)",
         "round 2: client 3 failed: it hung",
-        "round 2: 1 usable answers, fewer than aggregate.minimum = 2: nothing was averaged",
+        "round 2: 1 usable answer, fewer than aggregate.minimum = 2: nothing was averaged",
         "round 2: no client measured module 1, so it trains for another round",
         "round 2: no client evaluated any round; the last round's model is used",
     ]
@@ -246,6 +246,19 @@ def test_lines_of_the_round_that_measures_statistics(tiny):
     assert last == "round 10  norm statistics measured anew on attacked images  (2.0 s, at most about 0:00 left)"
     assert dropped == "round 10: client 4 was dropped: a is negative"
     assert missing == "round 10: no answer from client 2 (measuring norm statistics)"
+
+
+def test_a_module_whose_statistics_were_measured_says_so_when_it_is_fixed():
+    fixed = {**SECOND, "fixed": {"module": 2, "round": 7, "clean": None, "adversarial": None}}
+    said = "module 2 fixed as it was in round 7: nobody evaluated it"
+    missed = {"layers": ["4"], "usable": 1, "minimum": 3}
+    some = {**fixed, "refreshed": ["1.running_mean", "1.running_var"]}
+    assert list(events_of(some)) == [said, "norm statistics of module 2 measured anew"]
+    assert list(events_of(some | {"not_refreshed": missed}))[1:] == [
+        said, "norm statistics of module 2 measured anew (1 of 2 layers)",
+    ]  # fmt: skip
+    for nothing in ({}, {"refreshed": []}):
+        assert list(events_of(fixed | nothing)) == [said], "the module has no norm layers, or nobody asked"
 
 
 def test_lines_say_which_statistics_were_not_measured(tiny):

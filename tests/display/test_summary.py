@@ -54,6 +54,12 @@ def test_a_model_that_is_a_mean_is_called_one():
         assert said.count("model: the mean of the last rounds, of up to 12 (aggregate.horizon)") == times
 
 
+def test_accuracies_without_label_frequencies_say_what_they_are_where_they_stand_alone():
+    alone = {"uncalibrated": RESULTS["personalised"], "personalised": {}, "global": {}}
+    first, *_ = accuracy_page({**RESULTS, **alone}).notes
+    assert first == "uncalibrated: on each client's own held-out data, without its label frequencies"
+
+
 @pytest.mark.parametrize(("memory", "text"), NEEDS.values(), ids=NEEDS.keys())
 def test_closing_words_of_a_baseline(memory, text):
     console = Console(file=io.StringIO(), width=70)

@@ -39,6 +39,8 @@ for name in ("jfat", "fedprophet"):
     "docs/how-to/one-model.md": """
 import torch
 from fedprophet.models import build
+from safetensors.torch import save_file
+save_file({}, "model.safetensors", {"smoothing": "1.0"})
 model, images, labels = build("vgg-small", (1, 8, 8), 10).eval(), torch.rand(4, 1, 8, 8), torch.tensor([3, 3, 3, 7])
 """,
     "docs/how-to/report.md": """

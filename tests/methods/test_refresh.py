@@ -555,6 +555,16 @@ def test_the_run_says_where_its_statistics_come_from(tiny):
     assert measured in said(**{"norm.layers": "shared"})[1]
 
 
+@pytest.mark.parametrize("harmless", [{"attack.steps": 0}, {"attack.radius": 0.0}])
+def test_where_there_is_no_attack_images_are_clean_and_are_called_so(harmless, tiny, play_in_memory):
+    played = play_in_memory(tiny({**JFAT, **harmless, "norm.refresh": "attacked"}))
+    ((tasks, _),) = asked(played.exchanges[-1])
+    assert {task.threat for task in tasks} == {None}
+    assert played.records[-1]["refresh"] == "clean"
+    said = played.session.method.layers_of(played.states[-1])["global"]
+    assert said.endswith("; at the end, statistics measured anew on clean images")
+
+
 def test_the_server_evaluates_what_was_pooled(honest):
     """Global accuracy by hand: the model with its new statistics on the test set."""
     session, state = honest.session, honest.states[-1]

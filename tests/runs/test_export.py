@@ -97,15 +97,22 @@ def test_of_a_run_with_a_mean_that_is_exported_and_evaluated_before_its_end_too(
     assert all(same_tensors(task.parameters, {n: whole[n] for n in task.parameters}) for task in seen.tasks)
     write_tensors(replace(run, state=last), whole, tmp_path / "model.safetensors")
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        assert file.metadata()["averaged_rounds"] == "2"
+        assert file.metadata()["averaged_rounds"] == "up to 2"
     assert conditions(run.session, last)["averaged_rounds"] == 2
+
+
+def test_the_model_of_calibrated_clients_says_how_it_becomes_personal(tiny, tmp_path):
+    run = start(tiny({"method": "jfat", "train.calibration": "labels", "train.smoothing": 2.5}), tmp_path / "run")
+    write_tensors(run, run.state.model, tmp_path / "model.safetensors")
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert (file.metadata()["calibration"], file.metadata()["smoothing"]) == ("labels", "2.5")
 
 
 def test_the_model_says_how_to_feed_it(finished, tmp_path):
     with safe_open(finished / "model.safetensors", "pt") as file:
         metadata = file.metadata()
     run = reopen(finished)
-    assert "averaged_rounds" not in metadata
+    assert metadata.keys().isdisjoint(("averaged_rounds", "calibration", "smoothing"))
     assert metadata["model"] == "vgg-small"
     assert json.loads(metadata["options"]) == {"width": 4}
     assert (metadata["input"], metadata["classes"], metadata["rounds"]) == ("1x8x8", "10", "4")

@@ -28,8 +28,15 @@ def notes(config, **parts):
 
 # Each line: what the run has, the keys that are idle in it with another value for each, and what makes them so.
 CIRCUMSTANCES = {
-    "a round": (JFAT, {"aggregate.horizon": 1}, "rounds = 2: the mean of a single round is that round"),
-    "99 % of two": (JFAT, {"aggregate.horizon": "99%"}, "rounds = 2: the mean of a single round is that round"),
+    "a round": (JFAT, {"aggregate.horizon": 1}, "a single round, which is its own mean"),
+    "99 % of two": (JFAT, {"aggregate.horizon": "99%"}, "rounds = 2, of which it is fewer than two"),
+    "a round of ramp": (JFAT, {"attack.ramp": 1}, "a single round to grow in, which meets the whole attack"),
+    "30 % of two": (JFAT, {"attack.ramp": "30%"}, "rounds = 2, of which it is less than one"),
+    "a round of ramp within the gate": (
+        {**QUICK, "convergence.gate": 1},
+        {"attack.ramp": "60%"},
+        "a single round to grow in, which meets the whole attack",
+    ),
     "no calibration": (JFAT, {"train.smoothing": 7.0}, 'train.calibration = "none"'),
     "no warm-up": (QUICK, {"train.warmup_stages": "first"}, "train.warmup = 0"),
     "one iteration": ({**JFAT, "train.iterations": 1}, {"train.proximal": 0.5}, "train.iterations = 1"),
@@ -126,6 +133,7 @@ def test_idle_keys_are_noted_and_change_nothing(name, tiny, play_in_memory, same
         (JFAT, {"data.mirror": True}),
         (JFAT, {"data.shift": 1}),
         (JFAT, {"aggregate.horizon": 2}),
+        (QUICK, {"attack.ramp": 1}),
         (JFAT, {"train.weighting": "boundary"}),
         ({**QUICK, "attack.steps": 0}, {"train.weighting": "boundary"}),
         ({**JFAT, "train.iterations": 1, "attack.steps": 0}, {"train.consistency": 1.0}),

@@ -119,6 +119,20 @@ def test_stopped_within_a_round(tiny, small, stop, killed, tmp_path, contents, u
     assert contents(tmp_path / "run") == undisturbed
 
 
+@pytest.mark.parametrize("method", ["jfat", "fedprophet"])
+def test_a_run_whose_model_is_a_mean_goes_on_with_both(tiny, small, stop, tmp_path, contents, method):
+    """It is stopped in the third round, after two under the attack."""
+    settings = {**small, "method": method, "rounds": 4, "norm.layers": "shared", "aggregate.horizon": 3}
+    with pytest.raises(RunStoppedError):
+        play(start(tiny(settings), tmp_path / "run"), stop(after_round=3))
+    run = reopen(tmp_path / "run")
+    assert run.state.mean.rounds == 2
+    assert any(not torch.equal(run.state.mean.parameters[name], value) for name, value in run.state.model.items())
+    play(run)
+    play(start(tiny(settings), tmp_path / "undisturbed"))
+    assert contents(tmp_path / "run") == contents(tmp_path / "undisturbed")
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_ctrl_c_while_the_journal_is_written(stopped, contents, undisturbed, monkeypatch, when):
     """The state may be saved with its line in the journal, or without both; never the one without the other."""

@@ -1,5 +1,6 @@
 """`fedprophet evaluate` and `fedprophet export`: the accuracies of a run's model, and the model itself."""
 
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Annotated
@@ -8,9 +9,10 @@ import typer
 
 from fedprophet.attacks.names import allowed_attacks, attack_label, parse_attacks
 from fedprophet.cli.options import AsJson, print_json, tell
+from fedprophet.config.config import Config
 from fedprophet.console import console_on
 from fedprophet.display.lines import say
-from fedprophet.display.numbers import percent
+from fedprophet.display.numbers import counted, percent
 from fedprophet.display.summary import accuracy_page
 from fedprophet.display.tables import show
 from fedprophet.progress import progress_bar
@@ -99,7 +101,8 @@ def export_command(
 ) -> None:
     """Write the model to a file that loads into the plain architecture by name.
 
-    Its metadata say where its norm layers come from and how to normalise its input.
+    Its metadata say where its norm layers come from, how to normalise its input, and whether clients were trained with
+    their label frequencies.
 
     Example: fedprophet export runs/digits-fedprophet-1 --out model.safetensors
     """
@@ -110,14 +113,24 @@ def export_command(
         write_model(opened, out)
     mean, std = (", ".join(f"{value:.4f}" for value in values) for values in session.normalize.numbers)
     lines = (
-        f"{session.config.model.name} after {opened.state.round} rounds written to {out}.",
+        f"{session.config.model.name} after {counted(opened.state.round, 'round')} written to {out}.",
         f"Norm layers: {session.method.layers_of(opened.state)['global']}.",
         f"Its input: images in [0, 1], normalised with mean {mean} and std {std}.",
-        "Both are in the file's metadata.",
+        *_trained_as(session.config),
+        "The file's metadata say so, too.",
     )
     console = console_on()
     for line in lines:
         say(console, line)
+
+
+def _trained_as(config: Config) -> Iterator[str]:
+    """Yield what is to be known of an exported model's training, where it is not as in the paper."""
+    if config.horizon_rounds:
+        yield f"It is the mean of the model over its last rounds, of up to {config.horizon_rounds} (aggregate.horizon)."
+    if config.train.calibration != "none":
+        how = "whoever adds theirs to its scores makes it personal (docs/how-to/one-model.md)"
+        yield f"Clients were trained with their label frequencies: {how}."
 
 
 def _open(path: Path) -> Run:

@@ -135,9 +135,20 @@ class Config(Section):
         return share_of(self.attack.ramp, self.rounds)
 
     @property
+    def attacked_rounds(self) -> int:
+        """Rounds that train under the whole attack, where that on images has to grow first."""
+        return self.rounds - self.warmup_rounds - max(self.ramp_rounds - 1, 0)
+
+    @property
     def frozen_after_rounds(self) -> int:
         """Rounds of a stage after which norm statistics are fixed, where they are."""
         return share_of(self.norm.frozen_after, self.rounds)
+
+    @property
+    def refresh_images(self) -> Literal["none", "clean", "attacked"]:
+        """On which images norm statistics are measured anew: clean ones where there is no attack."""
+        harmless = not self.attack.radius or not self.attack.steps
+        return "clean" if self.norm.refresh == "attacked" and harmless else self.norm.refresh
 
     @property
     def horizon_rounds(self) -> int:

@@ -142,8 +142,8 @@ class NormSettings(Section):
     )
     refresh: Literal["none", "clean", "attacked"] = Field(
         default="none",
-        description="Whether clients measure the statistics anew when the run ends, on clean or attacked images; they "
-        "are pooled into those of the exported model.",
+        description="Whether clients measure the statistics anew when the run ends, on clean or attacked images (clean "
+        "ones where there is no attack); they are pooled into those of the exported model.",
     )
     refresh_after: Literal["run", "stage"] = Field(
         default="run", description="When that is done: at the end of the run, or also after each stage of fedprophet."
@@ -213,6 +213,13 @@ class AttackSettings(Section):
         if config.ramp_rounds >= left > 0:
             text = f"fewer than rounds − train.warmup = {left}, or no round after it would meet the whole attack"
             yield misfit("attack.ramp", self.ramp, text)
+
+    def idle(self, config: Any) -> Iterator[tuple[str, str]]:
+        gated = config.gate_rounds or not reads(config.method, "convergence.gate")  # else a round counts a round later
+        if config.ramp_rounds == 1 and gated:
+            yield "ramp", "a single round to grow in, which meets the whole attack"
+        elif not config.ramp_rounds:
+            yield "ramp", f"rounds = {config.rounds}, of which it is less than one"
 
 
 class ConvergenceSettings(Section):
@@ -287,7 +294,7 @@ class AggregateSettings(Section):
         default=0,
         description="Rounds that the model is averaged over which is evaluated, kept and exported; training goes on "
         "from the last round's. 0: nothing is averaged over rounds, as in the paper. Rounds count from where the whole "
-        "attack is met on, in FedProphet in each stage anew.",
+        "attack is met on, in FedProphet in each stage anew; it may have no more rounds than those.",
     )
     sizes: Counts = Field(
         default_factory=list,
@@ -301,10 +308,15 @@ class AggregateSettings(Section):
             yield misfit("aggregate.minimum", self.minimum, f"at most population.cohort = {cohort}")
         if self.sizes and len(self.sizes) != clients:
             yield misfit("aggregate.sizes", self.sizes, f"one size for each of population.clients = {clients}, or []")
+        if config.horizon_rounds > config.attacked_rounds > 0:
+            text = f"at most {config.attacked_rounds}, as many rounds as train under the whole attack"
+            yield misfit("aggregate.horizon", self.horizon, text)
 
     def idle(self, config: Any) -> Iterator[tuple[str, str]]:
-        if self.horizon and not config.horizon_rounds:
-            yield "horizon", f"rounds = {config.rounds}: the mean of a single round is that round"
+        if self.horizon == 1:
+            yield "horizon", "a single round, which is its own mean"
+        elif not config.horizon_rounds:
+            yield "horizon", f"rounds = {config.rounds}, of which it is fewer than two"
 
 
 class CheckpointSettings(Section):

@@ -121,6 +121,8 @@ def events_of(record: Record) -> Iterator[str]:
         if fixed["clean"] is None:
             how = f"as it was in round {fixed['round']}: nobody evaluated it"
         yield f"module {fixed['module']} fixed {how}"
+        if record.get("refreshed"):
+            yield f"norm statistics of module {fixed['module']} {measured_text(record)}"
 
 
 def _troubles(record: Record) -> Iterator[str]:
@@ -132,7 +134,8 @@ def _troubles(record: Record) -> Iterator[str]:
         yield f"client {client} failed: {reason}"
     if "too_few" in record:
         few = record["too_few"]
-        yield f"{few['usable']} usable answers, fewer than aggregate.minimum = {few['minimum']}: nothing was averaged"
+        answers = counted(few["usable"], "usable answer")
+        yield f"{answers}, fewer than aggregate.minimum = {few['minimum']}: nothing was averaged"
     if "not_refreshed" in record:
         missed = record["not_refreshed"]
         answers = f"{counted(missed['usable'], 'usable answer')}, aggregate.minimum = {missed['minimum']}"

@@ -19,7 +19,7 @@ from fedprophet.storage.files import is_deployed
 
 MEASURED_ON = {
     "personalised": "on each client's own held-out data",
-    "uncalibrated": "as personalised, without the client's label frequencies",
+    "uncalibrated": "on each client's own held-out data, without its label frequencies",
     "global": "the exported model on the test set",
 }
 

@@ -139,7 +139,8 @@ class Method(ABC, Generic[S]):
             self.norm_layers = f"{SHARED_LAYERS}; statistics: {self.norm_layers}"
             self.client_norm_layers = f"{SHARED_LAYERS}; statistics: {self.client_norm_layers}"
         elif norm.layers != "local":
-            fixed = f"; statistics fixed after {world.config.frozen_after_rounds} rounds of a stage"
+            rounds = world.config.frozen_after_rounds
+            fixed = f"; statistics fixed after {rounds} round{'s' if rounds > 1 else ''} of a stage"
             joined = f"{SHARED_LAYERS}, variances pooled{fixed if norm.layers == 'frozen' else ''}"
             self.norm_layers = self.client_norm_layers = joined
 
@@ -194,7 +195,7 @@ class Method(ABC, Generic[S]):
             return {"personalised": NO_LAYERS, "global": NO_LAYERS}
         if state.renewal is None:
             return {"personalised": own, "global": whole}
-        images, clients = self.world.config.norm.refresh, self.world.config.population.clients
+        images, clients = self.world.config.refresh_images, self.world.config.population.clients
         pooled, kept = state.renewal.pooled_text(images), state.renewal.own_text(images, clients)
         added = pooled if own == whole else kept if self.refreshes_own else ""
         return {"personalised": own + added, "global": whole + pooled}

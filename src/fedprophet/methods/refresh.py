@@ -54,19 +54,23 @@ class Renewal:
 
 
 def measured_text(record: Record) -> str:
-    """Return what became of the statistics in a record of a closing refresh, in a few words."""
+    """Return what became of the statistics in a record of a refresh, in a few words.
+
+    That of the closing one names the images.
+    """
     measured, missed = _layers(record["refreshed"]), record.get("not_refreshed", {}).get("layers", ())
     if not measured:
         return "not measured: as they were"
     some = f" ({len(measured)} of {len(measured) + len(missed)} layers)" if missed else ""
-    return f"measured anew on {record['refresh']} images{some}"
+    images = f" on {record['refresh']} images" if "refresh" in record else ""
+    return f"measured anew{images}{some}"
 
 
 def refresh_round(method: "Method[S]", state: S) -> Conversation[tuple[S, Record]]:
     """Play the round in which the statistics of the trained model are measured; nothing is trained in it."""
     world = method.world
     state = replace(state, round=state.round + 1, renewal=Renewal())
-    record: Record = {"round": state.round, "refresh": world.config.norm.refresh, "times": {}, "dropped": {}}
+    record: Record = {"round": state.round, "refresh": world.config.refresh_images, "times": {}, "dropped": {}}
     whole = {**(yield from _averaged_layers(method, state, record)), **state.model}
     template = refresh_task(method, state, method.exported(state, whole))
     if method.refreshes_own and world.chain.local():

@@ -120,7 +120,7 @@ class World:
     @property
     def refresh_threat(self) -> ThreatModel | None:
         """The attack under which norm statistics are measured anew; None on clean images."""
-        return self.image_threat(self.config.attack.steps) if self.config.norm.refresh == "attacked" else None
+        return self.image_threat(self.config.attack.steps) if self.config.refresh_images == "attacked" else None
 
     @property
     def enforces(self) -> bool:

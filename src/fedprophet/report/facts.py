@@ -129,7 +129,7 @@ def _refresh(folder: ReadFolder) -> str:
         str(record["fixed"]["module"]) for record in folder.records if "fixed" in record and record.get("refreshed")
     ]
     played = next((record for record in folder.records if "refresh" in record), None)
-    refresh = folder.summary.config.norm.refresh
+    refresh = folder.summary.config.refresh_images
     if played is not None:
         after = f", and after stage {' and '.join(stages)}" if stages else ""
         return f"; statistics at the end: {measured_text(played)}{after}"

@@ -1,12 +1,13 @@
 """The one model that anyone can load: shared parameters, and one set of norm layers for all clients."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from fedprophet.config.config import Config
 from fedprophet.errors import ConfigError
 from fedprophet.messages.answers import Reported
 from fedprophet.methods.base import MethodState
@@ -68,6 +69,14 @@ def _is_exported(path: Path) -> bool:
         return False
 
 
+def _training(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield what a model's user should know of its training, where it is not as in the paper."""
+    if config.horizon_rounds:
+        yield "averaged_rounds", f"up to {config.horizon_rounds}"  # the best round may have been an earlier one
+    if config.train.calibration != "none":
+        yield from (("calibration", config.train.calibration), ("smoothing", str(config.train.smoothing)))
+
+
 def finished_model(run: Run) -> bytes:
     """Return the file that a finished run has exported, if it is whole."""
     if not model_fits(run.files):
@@ -90,7 +99,7 @@ def write_tensors(run: Run, whole: Mapping[str, Tensor], path: Path) -> str:
         "normalize_std": json.dumps(std),
         "norm_layers": session.method.layers_of(run.state)["global"],
         "rounds": str(run.state.round),
-        **({"averaged_rounds": str(session.config.horizon_rounds)} if session.config.horizon_rounds else {}),
+        **dict(_training(session.config)),
     }
     content = tensors_to_bytes(whole, metadata)
     write_atomic(path, content)
