@@ -13,6 +13,7 @@ from fedprophet.cascade.cost import cost_of
 from fedprophet.cascade.measure import measured_peak
 from fedprophet.cascade.partition import partition
 from fedprophet.client import planned_cost
+from fedprophet.client.aims import Labels
 from fedprophet.client.budget import Planned, least
 from fedprophet.client.iteration import LocalIteration, iteration_of
 from fedprophet.client.memory_plan import PLAIN
@@ -53,7 +54,7 @@ def test_what_an_evaluation_takes_beside_the_model_is_what_is_measured(batch: in
     def attack() -> None:
         x = torch.rand(batch, *SHAPE)
         with part.still(), part.untrained():
-            pgd(lambda z: part.losses(z, labels, 0.0).sum(), x, threat, torch.Generator())
+            pgd(lambda z: part.exit_losses(part.features(z), Labels(labels), 0.0).sum(), x, threat, torch.Generator())
 
     attack()  # what is set up once
     predicted = PlannedCost.of(paper_cost(chain), chain, HYPER).attack_memory(3, batch)
