@@ -2,7 +2,7 @@
 
 import pytest
 
-from fedprophet.fleet.latency import batch_sizes, client_seconds, workload_of
+from fedprophet.fleet import batch_sizes, client_seconds, workload_of
 from fedprophet.fleet.network import draw_link, payload_bytes
 from fedprophet.runs.session import assemble
 from fedprophet.runs.summary import (
