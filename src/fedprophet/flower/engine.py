@@ -220,7 +220,7 @@ def _expected(answer: Answer | Hello, task: Task) -> Answer:
 
 
 def shared_bytes(parts: EngineParts) -> int:
-    """Return the bytes of the whole model's shared parameters: what jFAT sends each way."""
+    """Return the bytes of the whole model's shared parameters: what joint training sends each way."""
     chain = parts.workspaces[BACKBONE].chain
     return sum(chain.tensors[name].nbytes for name in chain.shared())
 
