@@ -34,6 +34,7 @@ def test_the_server_allows_for_what_is_not_predicted() -> None:
     clean = least(replace(iteration_of(chain, planned, 0, 3, HYPER), threat=None))
     assert planned.clean_memory == clean + math.ceil(clean / 100)
     assert planned.clean_memory <= planned.total_memory
+    assert measured.clean_memory == measured.total_memory, "an attack is not told apart where nothing is planned"
 
 
 def test_all_that_the_server_asks_for_is_predicted_for_one_place(predictions: list[LocalIteration]) -> None:
