@@ -74,11 +74,7 @@ class Aggregator:
         return list(believed(answers, self.sizes, record))
 
     def usable(
-        self,
-        tasks: Sequence[Train],
-        updates: Sequence[Trained],
-        record: Record,
-        expected: ExpectedLayers = lambda task: {},
+        self, tasks: Sequence[Train], updates: Sequence[Trained], record: Record, expected: ExpectedLayers
     ) -> Usable:
         """Return the updates that can be joined, none where they are too few; note the others and the mean loss."""
         sound, rejected = split_usable(tasks, updates, expected)
@@ -99,7 +95,7 @@ class Aggregator:
 
 
 def split_usable(
-    tasks: Iterable[Train], updates: Iterable[Trained], expected: ExpectedLayers = lambda task: {}
+    tasks: Iterable[Train], updates: Iterable[Trained], expected: ExpectedLayers
 ) -> tuple[Usable, dict[int, str]]:
     """Split updates into those that can be joined, in client order, and the reasons against the others, by client."""
     asked = {task.client: task for task in tasks}
