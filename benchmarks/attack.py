@@ -18,7 +18,6 @@ Moments come from --seed and the time that a run left in peace takes here. The e
 import argparse
 import json
 import random
-import shlex
 import shutil
 import signal
 import sys
@@ -374,8 +373,7 @@ def main() -> None:
             else:
                 trials = local_trials(kind, most, context, place)
                 rows.append(play(kind, trials, arguments.seed, arguments.parallel))
-    command = shlex.join(["python", "benchmarks/attack.py", *sys.argv[1:]])
-    text = f"# Runs that are disturbed\n\n{measured(command)}\n\n{table(rows)}\n"
+    text = f"# Runs that are disturbed\n\n{measured('attack')}\n\n{table(rows)}\n"
     print(text)
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)

@@ -9,17 +9,13 @@ end of each stage, and the spread between seeds.
 """
 
 import argparse
-import json
-import shlex
 import statistics
-import sys
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from machine import PAPER, measured
+from machine import PAPER, measured, played, spread, written
 
 import fedprophet
 
@@ -79,19 +75,14 @@ def table(runs: list[dict[str, Any]]) -> str:
 
 def cell(rows: list[dict[str, Any]], kind: str) -> str:
     """Return `97.1 ± 0.3 / 61.0 ± 1.2` for one kind of accuracy."""
-    return " / ".join(_spread([100 * row[f"{kind}_{attack}"] for row in rows]) for attack in ("clean", "pgd20"))
+    return " / ".join(spread([100 * row[f"{kind}_{attack}"] for row in rows]) for attack in ("clean", "pgd20"))
 
 
-def _spread(values: list[float]) -> str:
-    spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.1f}{spread}"
-
-
-def header(command: str, seeds: int, rounds: int) -> str:
+def header(seeds: int, rounds: int) -> str:
     """Return what a reader must know to trust or repeat the numbers."""
     preset = fedprophet.load_config("digits")
     return (
-        f"# Digits\n\n{measured(command)}\n\n"
+        f"# Digits\n\n{measured('digits')}\n\n"
         f"Preset `digits` with {', '.join(PAPER)}: eps {preset.attack.radius}, at most {rounds} rounds "
         f"per stage, seeds 0 … {seeds - 1}. "
         "Accuracies in %, mean ± standard deviation over seeds; personalised on all clients' held-out images (about "
@@ -109,18 +100,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     jobs = [(variant, seed, arguments.rounds) for variant in arguments.only for seed in range(arguments.seeds)]
-    runs = []
-    with ProcessPoolExecutor(arguments.workers) as pool:
-        for row in pool.map(run, *zip(*jobs, strict=True)):
-            print(json.dumps(row), flush=True)
-            runs.append(row)
-    command = shlex.join(["python", "benchmarks/digits.py", *sys.argv[1:]])
-    text = f"{header(command, arguments.seeds, arguments.rounds)}\n{table(runs)}\n"
-    print(text)
-    if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / "digits.md").write_text(text)
-        (arguments.out / "digits.json").write_text(json.dumps(runs, indent=2) + "\n")
+    runs = played(run, jobs, arguments.workers)
+    text = f"{header(arguments.seeds, arguments.rounds)}\n{table(runs)}\n"
+    written("digits", text, runs, arguments.out)
 
 
 if __name__ == "__main__":

@@ -8,16 +8,12 @@ rounds, and uses one thread, so that `--workers 2` fills two cores. The table is
 """
 
 import argparse
-import json
-import shlex
-import sys
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from machine import PAPER, measured
+from machine import PAPER, measured, played, written
 
 import fedprophet
 from fedprophet.methods import METHODS
@@ -44,14 +40,6 @@ def _reached(results: Any) -> dict[str, Any]:
     return {"rounds": results["rounds"], **accuracies, "simulated_s": round(results["simulated"]["total_s"], 2)}
 
 
-def write(out: Path, text: str, runs: list[dict[str, Any]], figure: bytes) -> None:
-    """Write table, figure and the single runs."""
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "methods.md").write_text(text)
-    (out / "methods.json").write_text(json.dumps(runs, indent=2) + "\n")
-    (out / "methods.png").write_bytes(figure)
-
-
 def main() -> None:
     """Run all methods and print the table; with --out also write it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -65,17 +53,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = arguments.runs or Path(scratch)
         jobs = [(m, seed, arguments.rounds, folder) for m in arguments.only for seed in range(arguments.seeds)]
-        runs = []
-        with ProcessPoolExecutor(arguments.workers) as pool:
-            for row in pool.map(run, *zip(*jobs, strict=True)):
-                print(json.dumps(row), flush=True)
-                runs.append(row)
+        runs = played(run, jobs, arguments.workers)
         comparison = compare([folder / f"{method}-{seed}" for method, seed, *_ in jobs])
-        command = shlex.join(["python", "benchmarks/methods.py", *sys.argv[1:]])
-        text = f"{measured(command)}\n\n{markdown(comparison)}"
-        print(text)
+        written("methods", f"{measured('methods')}\n\n{markdown(comparison)}", runs, arguments.out)
         if arguments.out:
-            write(arguments.out, text, runs, comparison_png(comparison))
+            (arguments.out / "methods.png").write_bytes(comparison_png(comparison))
 
 
 if __name__ == "__main__":

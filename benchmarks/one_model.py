@@ -16,7 +16,6 @@ is stored here. A run is there as soon as it is finished: Ctrl-C costs those tha
 import argparse
 import json
 import platform
-import statistics
 import sys
 import tempfile
 import time
@@ -28,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import PAPER
+from machine import PAPER, spread
 
 import fedprophet
 from fedprophet.cli.stopping import stopped_once
@@ -146,12 +145,7 @@ def cell(rows: list[Row], kind: str) -> str:
     """Return `97.1 ± 0.3 / 61.0 ± 1.2` for one kind of accuracy; nothing where it was not measured."""
     if not all(kind in row for row in rows):
         return ""
-    return " / ".join(_spread([100 * row[kind][attack] for row in rows]) for attack in ATTACKS)
-
-
-def _spread(values: list[float]) -> str:
-    spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.1f}{spread}"
+    return " / ".join(spread([100 * row[kind][attack] for row in rows]) for attack in ATTACKS)
 
 
 def page(rows: list[Row], methods: list[str]) -> str:

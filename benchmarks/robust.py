@@ -9,18 +9,13 @@ model on the test set.
 """
 
 import argparse
-import json
-import shlex
-import statistics
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from machine import measured
+from machine import measured, played, spread, written
 
 from fedprophet.config.load import parse_config
 from fedprophet.errors import FedProphetError
@@ -156,12 +151,7 @@ def cell(rows: list[dict[str, Any]]) -> str:
     stopped = sum("stopped" in row for row in rows)
     if stopped:
         return f"{stopped} of {len(rows)} runs stopped"
-    return " / ".join(_spread([100 * row[attack] for row in rows]) for attack in ("clean", "pgd10"))
-
-
-def _spread(values: list[float]) -> str:
-    spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.1f}{spread}"
+    return " / ".join(spread([100 * row[attack] for row in rows]) for attack in ("clean", "pgd10"))
 
 
 def main() -> None:
@@ -174,23 +164,14 @@ def main() -> None:
     arguments = parser.parse_args()
     seeds = range(arguments.seeds)
     jobs = [(c, lie, rule, seed) for c in arguments.only for lie in CASES[c][2] for rule in RULES for seed in seeds]
-    runs = []
-    with ProcessPoolExecutor(arguments.workers) as pool:
-        for row in pool.map(run, *zip(*jobs, strict=True)):
-            print(json.dumps(row), flush=True)
-            runs.append(row)
-    command = shlex.join(["python", "benchmarks/robust.py", *sys.argv[1:]])
+    runs = played(run, jobs, arguments.workers)
     text = (
-        f"# Bad clients\n\n{measured(command)}\n\n"
+        f"# Bad clients\n\n{measured('robust')}\n\n"
         f"Digits, ten clients, all of them in every round, two of them bad; seeds 0 … {arguments.seeds - 1}. "
         "Clean / PGD-10 accuracy (eps 0.1) of the exported model on 360 test images, in %, mean ± standard deviation "
         f"over seeds. Chance is 10 %.\n\n{tables(runs)}\n"
     )
-    print(text)
-    if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / "robust.md").write_text(text)
-        (arguments.out / "robust.json").write_text(json.dumps(runs, indent=2) + "\n")
+    written("robust", text, runs, arguments.out)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import json
 import logging
 import multiprocessing
 import os
-import shlex
 import signal
 import socket
 import ssl
@@ -224,11 +223,10 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder, server(Path(folder)) as (pilot, process):
                 rows.append(attack(kind, count, pilot, process, arguments.seconds))
                 print(row(rows[-1]), flush=True)
-    command = shlex.join(["python", "benchmarks/strangers.py", *sys.argv[1:]])
     head = ["what they send", "connections", "MiB before", "most MiB", "MiB sent", "most open files", "nodes' answers"]
     head += ["without answer", "longest wait, connected", "longest wait, new"]
     text = (
-        f"# Connections without a key\n\n{measured(command)} {arguments.seconds:g} seconds each.\n\n"
+        f"# Connections without a key\n\n{measured('strangers')} {arguments.seconds:g} seconds each.\n\n"
         f"| {' | '.join(head)} |\n|{' --- |' * len(head)}\n" + "\n".join(map(row, rows)) + "\n"
     )
     print(text)

@@ -82,7 +82,7 @@ def test_out_writes_the_bytes_of_each_round_where_a_run_has_them(cli, pair, writ
     journal = write_run("wired", "fedprophet", "seed=5") / "journal.jsonl"
     record = {
         **json.loads(journal.read_text()),
-        "wire": {"sent": 10, "received": 4, "jfat": 30},
+        "wire": {"sent": 10, "received": 4, "whole_model": 30},
         "faults": {"3": "late"},
     }
     journal.write_text(json.dumps(record) + "\n")

@@ -1,13 +1,16 @@
 """Local iterations that tests of plans and of memory share."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedprophet.cascade.atoms import Chain, explicit_chain
 from fedprophet.cascade.cost import ChainCost, cost_of
+from fedprophet.client.captured import ascent_of
 from fedprophet.client.iteration import LocalIteration, iteration_of
-from fedprophet.client.memory_plan import MemoryPlan, Step
+from fedprophet.client.memory_plan import PLAIN, MemoryPlan, Step
 from fedprophet.client.part import ModelPart
+from fedprophet.client.trainer import perturb
+from fedprophet.messages.tasks import Train
 from fedprophet.messages.values import LocalTraining
 from fedprophet.threat import ThreatModel, input_threat
 
@@ -27,6 +30,14 @@ def network(**options: bool) -> nn.Sequential:
     torch.manual_seed(0)
     blocks = (block(3, 32, **options), block(32, 32, **options), nn.MaxPool2d(2), block(32, 64, **options))
     return nn.Sequential(*blocks, nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(1024, 10)))
+
+
+def perturbed(
+    task: Train, part: ModelPart, x: Tensor, labels: Tensor, plan: MemoryPlan = PLAIN, withstood: Tensor | None = None
+) -> Tensor:
+    """Return a batch as the first iteration of a task attacks it."""
+    ascend = ascent_of(part, task.threat, task.training.strong_convexity, plan.attack, plan.attack_sliced)
+    return perturb(task, part, x, labels, 0, plan, ascend, withstood)
 
 
 def iteration_on(model: nn.Sequential | None = None, threat: ThreatModel | None = THREAT) -> LocalIteration:

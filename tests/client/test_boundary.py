@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from iterations import perturbed
 from torch import Tensor, nn
 
 from fedprophet.attacks.pgd import pgd
@@ -19,7 +20,7 @@ from fedprophet.client.inputs import FetchedInputs, Inputs
 from fedprophet.client.memory_plan import PLAIN, MemoryPlan, Step
 from fedprophet.client.part import ModelPart
 from fedprophet.client.statistics import ADVERSARIAL, TwoSets
-from fedprophet.client.trainer import perturb, train
+from fedprophet.client.trainer import train
 from fedprophet.messages.tasks import Train
 from fedprophet.messages.values import LocalTraining
 from fedprophet.randomness import generator
@@ -87,7 +88,7 @@ def test_counting_takes_no_further_pass() -> None:
     x, labels = torch.rand(6, 1), torch.arange(6) % 2
     for withstood in (None, torch.zeros(6, dtype=torch.long)):
         passes.clear()
-        perturb(TASK, _part(layer), x, labels, 0, PLAIN, None, withstood)
+        perturbed(TASK, _part(layer), x, labels, PLAIN, withstood)
         assert len(passes) == 4
 
 
@@ -97,8 +98,8 @@ def test_an_attack_on_some_samples_at_a_time_counts_what_the_whole_one_counts(no
     part, x, labels = _part(_sign()), torch.linspace(-1, 1, 8)[:, None], torch.tensor([0, 1, 0, 1, 1, 0, 1, 0])
     task = replace(TASK, threat=ThreatModel(norm, 1.0, 0.2, 6))
     whole, cut = torch.zeros_like(labels), torch.zeros_like(labels)
-    perturb(task, part, x, labels, 0, PLAIN, None, whole)
-    perturb(task, part, x, labels, 0, MemoryPlan(attack=size), None, cut)
+    perturbed(task, part, x, labels, PLAIN, whole)
+    perturbed(task, part, x, labels, MemoryPlan(attack=size), cut)
     assert torch.equal(cut, whole)
     assert len(set(whole.tolist())) > 2
 

@@ -66,7 +66,7 @@ def test_elsewhere_an_ascent_is_the_attack_itself() -> None:
     ascend = ascent_of(part, PIXELS, 0.01, 2)
     assert type(ascend) is Ascent
     with part.still(), part.untrained():
-        expected = climb(lambda z: part.losses(z, labels, 0.01).sum(), x, x, PIXELS)
+        expected = climb(lambda z: part.exit_losses(part.features(z), Labels(labels), 0.01).sum(), x, x, PIXELS)
         assert torch.equal(ascend(x, x, labels), expected)
     assert not torch.equal(expected, x)
     loss = Loss(torch.zeros(()), lambda descent: None)

@@ -13,6 +13,7 @@ from fedprophet.cascade.cost import cost_of
 from fedprophet.cascade.measure import measured_peak
 from fedprophet.cascade.partition import partition
 from fedprophet.client import planned_cost
+from fedprophet.client.aims import Labels
 from fedprophet.client.budget import Planned, least
 from fedprophet.client.iteration import LocalIteration, iteration_of
 from fedprophet.client.memory_plan import PLAIN
@@ -33,6 +34,7 @@ def test_the_server_allows_for_what_is_not_predicted() -> None:
     clean = least(replace(iteration_of(chain, planned, 0, 3, HYPER), threat=None))
     assert planned.clean_memory == clean + math.ceil(clean / 100)
     assert planned.clean_memory <= planned.total_memory
+    assert measured.clean_memory == measured.total_memory, "an attack is not told apart where nothing is planned"
 
 
 def test_all_that_the_server_asks_for_is_predicted_for_one_place(predictions: list[LocalIteration]) -> None:
@@ -53,7 +55,7 @@ def test_what_an_evaluation_takes_beside_the_model_is_what_is_measured(batch: in
     def attack() -> None:
         x = torch.rand(batch, *SHAPE)
         with part.still(), part.untrained():
-            pgd(lambda z: part.losses(z, labels, 0.0).sum(), x, threat, torch.Generator())
+            pgd(lambda z: part.exit_losses(part.features(z), Labels(labels), 0.0).sum(), x, threat, torch.Generator())
 
     attack()  # what is set up once
     predicted = PlannedCost.of(paper_cost(chain), chain, HYPER).attack_memory(3, batch)

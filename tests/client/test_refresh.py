@@ -28,6 +28,7 @@ from fedprophet.threat import input_threat
 SAMPLES, BATCH = 9, 4
 SEED, ROUND, NUMBER = 5, 2, 3
 THREAT = input_threat(0.2, 0.1, 3)
+STATISTICS = {f"{layer}.{part}" for layer in ("first", "second") for part in ("running_mean", "running_var")}
 HYPER = LocalTraining(2, 4, learning_rate=0.1, momentum=0.9, weight_decay=0.0, strong_convexity=0.0)
 
 
@@ -68,6 +69,11 @@ def refresh(workspace, **changes):
     parameters = {name: workspace.chain.tensors[name].detach().clone() for name in workspace.chain.shared()}
     task = Refresh(round=ROUND, client=NUMBER, seed=SEED, last=len(workspace.chain), batch=BATCH, parameters=parameters)
     return replace(task, **changes)
+
+
+def same(one, other):
+    """Whether two tables have the same tensors under the same names."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def moments(x):
@@ -161,7 +167,8 @@ def test_a_module_is_measured_behind_the_frozen_ones_as_they_are(plan):
         z = model.one(client.data.train.fetch(torch.arange(SAMPLES)))
         read = model.two(normalised(model.first, z, (frozen["first.running_mean"], frozen["first.running_var"])))
     check(found, dict(zip(("second.running_mean", "second.running_var"), moments(read), strict=True)))
-    assert all(torch.equal(workspace.chain.tensors[name], value) for name, value in frozen.items())
+    assert {"first.running_mean", "first.running_var"} <= frozen.keys()
+    assert same({name: workspace.chain.tensors[name] for name in frozen}, frozen)
 
 
 def test_statistics_that_no_longer_fit_do_not_matter_to_a_measurement_of_all_layers(plan):
@@ -173,7 +180,8 @@ def test_statistics_that_no_longer_fit_do_not_matter_to_a_measurement_of_all_lay
         run_client(replace(task, parameters={**task.parameters, **changed}), client, workspace).statistics
         for changed in ({}, spoilt)
     ]
-    assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
+    assert found[0].keys() == STATISTICS
+    assert same(*found)
 
 
 def test_one_sample_is_measured_behind_layers_as_they_are(plan):
@@ -201,8 +209,8 @@ def test_a_client_that_keeps_its_statistics_sends_none(plan):
     kept = run_client(refresh(workspace, keeps=True), client, workspace)
     assert (kept.statistics, kept.samples, kept.weight) == ({}, SAMPLES, float(SAMPLES))
     own = run_client(Report(round=ROUND, client=NUMBER, seed=SEED, wants_local=True), client, workspace).local
-    assert own.keys() == sent.statistics.keys()
-    assert all(torch.equal(own[name], value) for name, value in sent.statistics.items())
+    assert own.keys() == STATISTICS
+    assert same(own, sent.statistics)
 
 
 def test_statistics_that_are_not_finite_are_not_kept(plan):
@@ -240,10 +248,10 @@ def test_the_next_task_does_not_notice(plan, layers, kind, layer):
         assert found[0] == found[1]
         return
     assert found[0].loss == found[1].loss
+    assert found[0].parameters.keys() == task.parameters.keys() != set()
+    assert bool(found[0].local) == (layers != "shared")
     for part in ("parameters", "local"):
-        one, other = (getattr(answer, part) for answer in found)
-        assert one.keys() == other.keys()
-        assert all(torch.equal(one[name], other[name]) for name in one)
+        assert same(*(getattr(answer, part) for answer in found))
 
 
 def test_the_same_task_gives_the_same_answer_whatever_torch_has_drawn(plan):
@@ -253,4 +261,5 @@ def test_the_same_task_gives_the_same_answer_whatever_torch_has_drawn(plan):
     torch.manual_seed(99)
     torch.rand(7)
     other = run_client(task, client, workspace).statistics
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert one.keys() == STATISTICS
+    assert same(one, other)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from iterations import perturbed
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
@@ -19,7 +20,7 @@ from fedprophet.client.memory_plan import PLAIN, MemoryPlan, Step
 from fedprophet.client.part import ModelPart
 from fedprophet.client.sliced import _Convolution, by_slices
 from fedprophet.client.statistics import TwoSets
-from fedprophet.client.trainer import perturb, train
+from fedprophet.client.trainer import train
 from fedprophet.errors import BudgetError
 from fedprophet.messages.tasks import Train
 from fedprophet.messages.values import LocalTraining
@@ -218,7 +219,7 @@ def test_an_attack_by_slices_finds_the_same(size: int) -> None:
     x = torch.rand(7, 16, 2, 2, dtype=torch.float64)
     task, labels = replace(TASK, threat=FEATURES), torch.arange(7) % CLASSES
     plain, sliced = (
-        perturb(task, part, x, labels, 0, MemoryPlan(attack=size, attack_sliced=sliced)) for sliced in (False, True)
+        perturbed(task, part, x, labels, MemoryPlan(attack=size, attack_sliced=sliced)) for sliced in (False, True)
     )
     assert not torch.equal(plain, x)
     torch.testing.assert_close(sliced, plain, rtol=1e-10, atol=1e-12)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from iterations import perturbed
 from torch import nn
 
 from fedprophet.attacks.pgd import pgd
@@ -15,7 +16,7 @@ from fedprophet.cascade.norms import NormLayers, share_norm_layers
 from fedprophet.client.descent import Descent, batches
 from fedprophet.client.memory_plan import MemoryPlan
 from fedprophet.client.part import ModelPart
-from fedprophet.client.trainer import perturb, train
+from fedprophet.client.trainer import train
 from fedprophet.messages.tasks import Train
 from fedprophet.messages.values import LocalTraining
 from fedprophet.randomness import generator
@@ -109,9 +110,9 @@ def test_an_attack_on_some_samples_at_a_time_is_the_attack_on_all(norm: str, siz
     part = ModelPart(chain, 0, len(chain), None)
     x, labels = torch.rand(8, 3, generator=torch.Generator().manual_seed(4)), torch.arange(8) % 2
     task = replace(TASK, threat=ThreatModel(norm, 0.2, 0.05, 3, (0.0, 1.0)))
-    together = perturb(task, part, x, labels, 0)
+    together = perturbed(task, part, x, labels)
     assert not torch.equal(together, x)
-    assert torch.allclose(perturb(task, part, x, labels, 0, MemoryPlan(attack=size)), together, rtol=0, atol=1e-6)
+    assert torch.allclose(perturbed(task, part, x, labels, MemoryPlan(attack=size)), together, rtol=0, atol=1e-6)
     assert all(parameter.requires_grad for parameter in network.parameters())
 
 
@@ -127,7 +128,7 @@ def test_the_attack_leaves_norm_statistics_alone_and_the_step_moves_them() -> No
     x, labels = torch.rand(8, 3), torch.randint(0, 2, (8,))
     before = network[1].running_mean.clone()
     task = replace(TASK, threat=input_threat(0.1, 0.05, 2))
-    perturb(task, part, x, labels, 0)
+    perturbed(task, part, x, labels)
     assert torch.equal(network[1].running_mean, before)
     train(task, part, x, labels)
     assert not torch.equal(network[1].running_mean, before)

@@ -93,7 +93,7 @@ def test_closing_words_of_a_baseline(memory, text):
 )
 def test_closing_words_of_a_run_on_flower(lost, words):
     console = Console(file=io.StringIO(), width=70)
-    wire = {"sent": 12_300_000, "received": 4_500, "jfat": 67_800_000}
+    wire = {"sent": 12_300_000, "received": 4_500, "whole_model": 67_800_000}
     show_results({**RESULTS, "wire": wire, "faults": lost}, PATH, console)
     lines = console.file.getvalue().splitlines()
     start = lines.index("- On the wire: 12.3 MB sent, 4.5 kB received; jFAT's training alone would have moved 67.8 MB.")

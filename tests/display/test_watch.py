@@ -32,7 +32,7 @@ ROUNDS = (
         samples=8,
         fixed={"module": 1, "round": 2, "clean": 0.5, "adversarial": 0.25},
     ),
-    record(3, 2, 1, alpha=0.3, missing={"train": [2]}, wire={"sent": 1500, "received": 500, "jfat": 9000}),
+    record(3, 2, 1, alpha=0.3, missing={"train": [2]}, wire={"sent": 1500, "received": 500, "whole_model": 9000}),
 )
 
 
@@ -108,7 +108,7 @@ def test_the_document(look):
         "simulated_seconds": 9.0,
         "dropped_updates": 1,
         "lost_answers": 2,
-        "wire": {"sent": 1500, "received": 500, "jfat": 9000},
+        "wire": {"sent": 1500, "received": 500, "whole_model": 9000},
         "resume": None,
     }
     stopped = document(replace(look, state="stopped", deployed=True), PATH)

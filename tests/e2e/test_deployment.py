@@ -161,7 +161,7 @@ def test_fixed_modules_travel_once(deployment, resumed):
     # What was sent in the round that was repeated: twice the parameters that came back, to be trained and evaluated,
     # and a few kilobytes for each task; but not the module, which the devices had already.
     assert second["wire"]["sent"] - 2 * second["wire"]["received"] < min(sizes)
-    assert second["wire"]["sent"] + second["wire"]["received"] < second["wire"]["jfat"]
+    assert second["wire"]["sent"] + second["wire"]["received"] < second["wire"]["whole_model"]
 
 
 def test_device_that_dies_is_left_out_and_the_run_goes_on(deployment, abandoned):

@@ -14,6 +14,7 @@ from fedprophet.cascade.atoms import chain_of, explicit_chain
 from fedprophet.cascade.channels import kept_channels
 from fedprophet.cascade.heads import build_head
 from fedprophet.cascade.narrow import slice_state
+from fedprophet.client.aims import Labels
 from fedprophet.client.features import FeatureCache
 from fedprophet.client.layer_store import ClientStore
 from fedprophet.client.run import Client, run_client
@@ -119,16 +120,20 @@ def test_every_model_says_the_same_in_evaluation(sides):
 def test_its_attack_finds_losses_as_high(sides, threat):
     plain, fast, x, labels = sides
     losses = []
+
+    def losses_of(part, z):
+        return part.exit_losses(part.features(z), Labels(labels), 0.0)
+
     judge = plain.part(0, len(plain.chain))
     with torch.no_grad(), judge.still():
-        clean = float(judge.losses(x, labels, 0.0).mean())
+        clean = float(losses_of(judge, x).mean())
     for workspace in (plain, fast):
         part = workspace.part(0, len(workspace.chain))
         with part.still():
             draw = torch.Generator().manual_seed(5)
-            found = pgd(lambda z, s=part: s.losses(z, labels, 0.0).sum(), part.take(x), threat, draw)
+            found = pgd(lambda z, s=part: losses_of(s, z).sum(), part.take(x), threat, draw)
         with torch.no_grad(), judge.still():
-            losses.append(float(judge.losses(found, labels, 0.0).mean()))
+            losses.append(float(losses_of(judge, found).mean()))
     assert losses[0] > clean
     assert losses[1] == pytest.approx(losses[0], rel=0.01)
 
@@ -143,7 +148,7 @@ def test_a_step_on_a_given_batch_is_the_same(sides, fixed):
         part = workspace.part(0, len(workspace.chain))
         torch.manual_seed(3)
         with part.mode(training=True), part.fixed_statistics(fixed):
-            part.losses(part.take(x), labels, 0.0).mean().backward()
+            part.exit_losses(part.features(part.take(x)), Labels(labels), 0.0).mean().backward()
         gradients.append({n: t.grad for n, t in workspace.chain.tensors.items() if isinstance(t, nn.Parameter)})
     slow, quick = gradients
     # A convolution's bias before a norm layer has no gradient but rounding.

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fedprophet.attacks.pgd import pgd
+from fedprophet.client.aims import Labels
 from fedprophet.fast.attack import StackAttack
 from fedprophet.fast.draws import Draws
 from fedprophet.fast.folded import FoldedStack
@@ -148,7 +149,7 @@ def test_losses_are_as_high_as_the_plain_attacks(make_case, threat, span):
         x, labels = case.x[client], case.labels[client]
 
         def loss(z, segment=segment, labels=labels):
-            return segment.losses(z, labels, 0.01).sum()
+            return segment.exit_losses(segment.features(z), Labels(labels), 0.01).sum()
 
         with segment.mode(training=False):
             plainly = pgd(loss, x, threat, generator(0, "test", client))

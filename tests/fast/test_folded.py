@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from fedprophet.cascade.atoms import explicit_chain
+from fedprophet.client.aims import Labels
 from fedprophet.fast.folded import FoldedStack, as_matrix
 from fedprophet.fast.kernels import Kernels, gathered
 from fedprophet.fast.layout import StackLayout
@@ -70,7 +71,7 @@ def test_loss_gradients(case, kernels, distance, calibrated):
     for client, segment in enumerate(case.segments):
         x = case.x[client].clone().requires_grad_()
         with segment.mode(training=False):
-            loss = segment.losses(x, case.labels[client], MU).sum()
+            loss = segment.exit_losses(segment.features(x), Labels(case.labels[client]), MU).sum()
         (expected,) = torch.autograd.grad(loss, x)
         assert distance(found[client].permute(0, 3, 1, 2), expected) < 1e-5
 

@@ -14,6 +14,7 @@ from fedprophet.cascade.atoms import Chain, chain_of
 from fedprophet.cascade.channel_flow import channels_of
 from fedprophet.cascade.channels import Channels, kept_channels, random_channels
 from fedprophet.cascade.narrow import narrow_chain
+from fedprophet.client.aims import Labels
 from fedprophet.client.descent import batches
 from fedprophet.client.part import ModelPart
 from fedprophet.client.trainer import train
@@ -277,7 +278,8 @@ def test_scores_and_gradients(kernels, name, fractions, width, distance):
         x = group.x[client].clone().requires_grad_()
         with segment.mode(training=False):
             assert distance(scores[client], segment.logits(x).detach()) < 1e-5
-            (expected,) = torch.autograd.grad(segment.losses(x, group.labels[client], 0.0).sum(), x)
+            losses = segment.exit_losses(segment.features(x), Labels(group.labels[client]), 0.0)
+            (expected,) = torch.autograd.grad(losses.sum(), x)
         assert distance(found[client].permute(0, 3, 1, 2), expected) < 1e-5
 
 

@@ -10,12 +10,10 @@ from hypothesis import strategies as st
 
 from fedprophet.cascade.atoms import chain_of
 from fedprophet.cascade.cost import AtomCost, ChainCost, cost_of
-from fedprophet.client.descent import batches as trained_batches
 from fedprophet.errors import ConfigError
-from fedprophet.fleet.latency import Workload, batch_sizes, client_seconds, local_time, workload_of
+from fedprophet.fleet.latency import Workload, client_seconds, local_time, workload_of
 from fedprophet.fleet.network import Link
-from fedprophet.messages.tasks import Train
-from fedprophet.messages.values import LocalTraining, Resources
+from fedprophet.messages.values import Resources
 from fedprophet.models import build
 
 # 1000 parameters, 4000 activation elements (so 28,000 bytes to train, 20,000 to attack), 8 samples of 50 elements.
@@ -165,26 +163,6 @@ def test_a_module_that_fits_its_budget_never_swaps(vgg16):
     workload = workload_of(vgg16, 0, 2)
     assert workload.training_bytes(64) == 55_780_096
     assert local_time(workload, Resources(60_000_000, 1e12, 1e9), [64] * 30, 10).fits
-
-
-@pytest.mark.parametrize(
-    ("samples", "batch", "iterations", "expected"),
-    [
-        (400, 64, 9, (64, 64, 64, 64, 64, 64, 16, 64, 64)),
-        (128, 64, 3, (64, 64, 64)),
-        (10, 64, 3, (10, 10, 10)),
-        (65, 64, 1, (64,)),
-        (0, 64, 30, ()),
-    ],
-)
-def test_batch_sizes(samples, batch, iterations, expected):
-    assert batch_sizes(samples, batch, iterations) == expected
-
-
-@pytest.mark.parametrize(("samples", "batch", "iterations"), [(37, 8, 13), (16, 8, 5), (3, 8, 4), (9, 1, 20)])
-def test_batch_sizes_are_those_that_are_trained(samples, batch, iterations):
-    task = Train(round=1, client=0, seed=0, training=LocalTraining(iterations, batch, 0.1, 0.9, 0.0, 0.0))
-    assert batch_sizes(samples, batch, iterations) == tuple(map(len, trained_batches(samples, batch, iterations, task)))
 
 
 def test_what_the_journal_keeps():

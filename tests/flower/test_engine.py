@@ -347,14 +347,14 @@ def test_account_counts_contents_both_ways(connect, parts):
     assert record["sent"] > 3 * sum(tensor.nbytes for tensor in tasks[0].parameters.values())
     assert record["received"] == sum(map(wire_bytes, answers))
     # Three clients were asked to train: each would have had the whole model's shared parameters, there and back.
-    assert record["jfat"] == 3 * 2 * 4 * sum(tensor.numel() for tensor in tasks[0].parameters.values())
-    assert engine.account() == {"wire": {"sent": 0, "received": 0, "jfat": 0}, "faults": {}}
+    assert record["whole_model"] == 3 * 2 * 4 * sum(tensor.numel() for tensor in tasks[0].parameters.values())
+    assert engine.account() == {"wire": {"sent": 0, "received": 0, "whole_model": 0}, "faults": {}}
 
 
-def test_evaluation_counts_nothing_for_jfat(connect):
+def test_evaluation_is_no_training_of_the_whole_model(connect):
     engine = connect(fleet())
     list(engine.map([report(0)]))
-    assert engine.account()["wire"]["jfat"] == 0
+    assert engine.account()["wire"]["whole_model"] == 0
 
 
 @pytest.mark.parametrize("ids", [[], [None]])

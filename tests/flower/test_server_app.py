@@ -107,7 +107,7 @@ def test_whole_run_and_one_that_was_killed_are_the_same(pilot, config, tmp_path)
     assert not list(whole.glob("clients/**/*.safetensors"))  # they are the nodes' own
     results = json.loads((whole / "results.json").read_bytes())
     totals = [record["wire"] for record in Journal(whole / "journal.jsonl").read()]
-    assert results["wire"] == {key: sum(each[key] for each in totals) for key in ("sent", "received", "jfat")}
+    assert results["wire"] == {key: sum(each[key] for each in totals) for key in ("sent", "received", "whole_model")}
     assert results["faults"] == 0
 
 

@@ -162,7 +162,7 @@ def test_same_bytes_as_the_plain_engine(family, grid, tiny, tmp_path):
     records = Journal(simulated / "journal.jsonl").read()
     assert all(record["faults"] == {} for record in records)
     assert all(min(record["wire"]["sent"], record["wire"]["received"]) > 0 for record in records)
-    assert all((record["wire"]["jfat"] > 0) == ("refresh" not in record) for record in records), (
+    assert all((record["wire"]["whole_model"] > 0) == ("refresh" not in record) for record in records), (
         "nothing is trained then"
     )
     results, plain = (json.loads((tmp_path / name / "results.json").read_bytes()) for name in (simulated, "plain run"))
@@ -182,7 +182,7 @@ def test_server_tasks_start_no_simulation(tiny):
     assert update.client == SERVER
     assert session.engine._simulation is None
     session.close()
-    assert session.engine.account() == {"wire": {"sent": 0, "received": 0, "jfat": 0}, "faults": {}}
+    assert session.engine.account() == {"wire": {"sent": 0, "received": 0, "whole_model": 0}, "faults": {}}
 
 
 def test_one_thread_until_it_is_closed(tiny):

@@ -138,5 +138,5 @@ def test_account_is_of_one_round(ledger):
     ledger.sent, ledger.received, ledger.trainers = 30, 40, {0, 5}
     ledger.fault("node 9", "no")
     # Two clients would have had the whole model, of 100 bytes, there and back.
-    assert ledger.close(100) == {"wire": {"sent": 30, "received": 40, "jfat": 400}, "faults": {"node 9": "no"}}
-    assert ledger.close(100) == {"wire": {"sent": 0, "received": 0, "jfat": 0}, "faults": {}}
+    assert ledger.close(100) == {"wire": {"sent": 30, "received": 40, "whole_model": 400}, "faults": {"node 9": "no"}}
+    assert ledger.close(100) == {"wire": {"sent": 0, "received": 0, "whole_model": 0}, "faults": {}}

@@ -1,6 +1,8 @@
-"""Which version of a client's own layers counts."""
+"""The sizes of local batches, and which version of a client's own layers counts."""
 
-from fedprophet.messages.values import Timeline
+import pytest
+
+from fedprophet.messages.values import Timeline, batch_sizes
 
 
 def test_the_newest_version_before_a_round_counts() -> None:
@@ -16,3 +18,17 @@ def test_rounds_after_a_stages_best_are_discarded() -> None:
     assert timeline.newest(dict.fromkeys((3, 6, 8, 10)), before=20) == 6
     assert timeline.newest(dict.fromkeys((3, 8)), before=20) == 3
     assert timeline.newest(dict.fromkeys((8, 11)), before=20) == 11
+
+
+@pytest.mark.parametrize(
+    ("samples", "batch", "iterations", "expected"),
+    [
+        (400, 64, 9, (64, 64, 64, 64, 64, 64, 16, 64, 64)),
+        (128, 64, 3, (64, 64, 64)),
+        (10, 64, 3, (10, 10, 10)),
+        (65, 64, 1, (64,)),
+        (0, 64, 30, ()),
+    ],
+)
+def test_the_sizes_of_batches(samples: int, batch: int, iterations: int, expected: tuple[int, ...]) -> None:
+    assert batch_sizes(samples, batch, iterations) == expected

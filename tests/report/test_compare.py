@@ -202,7 +202,7 @@ def test_what_may_change_a_result_on_flower_makes_a_row_of_its_own(write_run):
 
 
 def test_of_the_same_run_on_two_engines_the_one_that_counted_bytes_stays(write_run, tmp_path):
-    wire = [{"wire": {"sent": 1, "received": 2, "jfat": 3}}]
+    wire = [{"wire": {"sent": 1, "received": 2, "whole_model": 3}}]
     paths = [write_run("a", "jfat", "engine=plain"), write_run("b", "jfat", "engine=flower-sim", notes=wire)]
     comparison = compare(paths)
     assert [run.path.name for run in only(comparison).runs] == ["b"]

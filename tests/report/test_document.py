@@ -125,7 +125,7 @@ def test_a_long_curve_is_thinned_but_keeps_what_happens(write_run, monkeypatch):
 
 
 def test_bytes_on_the_wire(write_run):
-    wire = [{"wire": {"sent": 10 * n, "received": n, "jfat": 100}} for n in (1, 2)]
+    wire = [{"wire": {"sent": 10 * n, "received": n, "whole_model": 100}} for n in (1, 2)]
     traffic = only(write_run("run", notes=wire)).traffic
     assert (traffic.sent, traffic.received, traffic.jfat) == (30, 3, 200)
     assert traffic.rounds.parts == {"sent": (10, 20), "received": (1, 2)}

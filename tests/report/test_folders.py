@@ -57,15 +57,19 @@ def test_a_journal_without_times_or_rounds_gives_none(write_run):
 
 
 WIRED = [
-    {"wire": {"sent": 1000, "received": 200, "jfat": 9000}, "faults": {"4": "it hung"}, "missing": {"train": [4]}},
-    {"wire": {"sent": 500, "received": 300, "jfat": 1000}, "missing": {"report": [1], "evaluate": [1, 2]}},
+    {
+        "wire": {"sent": 1000, "received": 200, "whole_model": 9000},
+        "faults": {"4": "it hung"},
+        "missing": {"train": [4]},
+    },
+    {"wire": {"sent": 500, "received": 300, "whole_model": 1000}, "missing": {"report": [1], "evaluate": [1, 2]}},
 ]
 
 
 def test_bytes_on_the_wire_are_added_up_and_faults_counted(write_run):
     """In the first round client 4 failed, once, whoever says so; in the second clients 1 and 2."""
     run = read_run(write_run("a", notes=WIRED))
-    assert (run.wire.sent, run.wire.received, run.wire.jfat, run.wire.total) == (1500, 500, 10000, 2000)
+    assert (run.wire.sent, run.wire.received, run.wire.whole_model, run.wire.total) == (1500, 500, 10000, 2000)
     assert run.faults == 3
     half = read_run(write_run("b", notes=WIRED[:1]))
     assert (half.wire.sent, half.faults) == (1000, 1)
@@ -74,7 +78,7 @@ def test_bytes_on_the_wire_are_added_up_and_faults_counted(write_run):
     assert (read_run(write_run("d")).wire, read_run(write_run("e")).faults) == (None, 0)
 
 
-@pytest.mark.parametrize("wire", [{"sent": 1, "received": 2}, {"sent": -1, "received": 2, "jfat": 3}, 5])
+@pytest.mark.parametrize("wire", [{"sent": 1, "received": 2}, {"sent": -1, "received": 2, "whole_model": 3}, 5])
 def test_a_damaged_account_is_named(write_run, wire):
     with pytest.raises(CheckpointError, match=r"round 1 of the journal .* is damaged"):
         read_run(write_run("a", notes=[{"wire": wire}]))

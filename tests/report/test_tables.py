@@ -96,7 +96,7 @@ def test_bytes_on_the_wire_by_hand(write_run):
     """jFAT's own run on Flower, and one of half the bytes over two seeds, in one of which a client failed."""
 
     def wire(sent, received, jfat):
-        return {"wire": {"sent": sent, "received": received, "jfat": jfat}}
+        return {"wire": {"sent": sent, "received": received, "whole_model": jfat}}
 
     paths = [
         write_run("a", "jfat", notes=[wire(6_000_000, 5_000_000, 10_000_000), wire(6_000_000, 5_000_000, 10_000_000)]),

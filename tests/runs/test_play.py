@@ -495,7 +495,7 @@ class Accounting:
         yield from self.engine.map(tasks)
 
     def account(self):
-        wire = {"sent": self.sent, "received": 2 * self.sent, "jfat": 0}
+        wire = {"sent": self.sent, "received": 2 * self.sent, "whole_model": 0}
         self.sent = 0
         self.accounts.append({"wire": wire, "faults": {"0": f"reason {len(self.accounts)}"}})
         return self.accounts[-1]
@@ -509,7 +509,7 @@ def test_the_closing_evaluation_has_an_account_of_its_own(tiny, small, tmp_path)
     assert results["closing"] == last
     assert last["wire"]["sent"] > 0
     assert results["wire"] == {
-        part: sum(account["wire"][part] for account in rounds) for part in ("sent", "received", "jfat")
+        part: sum(account["wire"][part] for account in rounds) for part in ("sent", "received", "whole_model")
     }
     assert results["faults"] == len(rounds)
     # Nothing was asked after the account: it is complete.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fedprophet.fleet.latency import batch_sizes, client_seconds, workload_of
+from fedprophet.fleet import batch_sizes, client_seconds, workload_of
 from fedprophet.fleet.network import draw_link, payload_bytes
 from fedprophet.runs.session import assemble
 from fedprophet.runs.summary import (
@@ -70,11 +70,11 @@ def test_the_best_round_of_all_stages_by_hand() -> None:
 
 def test_bytes_and_faults_by_hand() -> None:
     records = [
-        {"wire": {"sent": 10, "received": 4, "jfat": 90}, "dropped": {"2": "a"}, "faults": {"2": "b", "7": "c"}},
+        {"wire": {"sent": 10, "received": 4, "whole_model": 90}, "dropped": {"2": "a"}, "faults": {"2": "b", "7": "c"}},
         {"dropped": {}},
-        {"wire": {"sent": 5, "received": 1, "jfat": 10}, "missing": {"report": [7], "train": [7, 8]}},
+        {"wire": {"sent": 5, "received": 1, "whole_model": 10}, "missing": {"report": [7], "train": [7, 8]}},
     ]
-    assert moved_bytes(records) == {"sent": 15, "received": 5, "jfat": 100}
+    assert moved_bytes(records) == {"sent": 15, "received": 5, "whole_model": 100}
     assert moved_bytes(records[1:2]) is None
     assert faulty_clients(records[0]) == {"2": ["a", "b"], "7": ["c"]}
     assert faulty_clients(records[2]) == {"7": ["no answer (report)", "no answer (train)"], "8": ["no answer (train)"]}

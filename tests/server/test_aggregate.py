@@ -12,7 +12,7 @@ from fedprophet.messages.values import LocalTraining
 from fedprophet.server.aggregate import Aggregator, split_usable, update_fault
 from fedprophet.server.rules import RULES
 from fedprophet.server.rules.clip import ClipSettings, clip
-from fedprophet.server.rules.registry import Join
+from fedprophet.server.rules.registry import Join, Parameters
 
 TRAINING = LocalTraining(1, 1, 0.1, 0.9, 0.0, 0.0)
 
@@ -28,9 +28,13 @@ def _task(client: int, size: int = 2) -> Train:
 TASK = _task(1)
 
 
+def no_layers(task: Train) -> Parameters:
+    return {}
+
+
 def aggregate(aggregator, current, tasks, updates, record):
     """Return the parameters after a round; None where too few updates can be used."""
-    usable = aggregator.usable(tasks, updates, record)
+    usable = aggregator.usable(tasks, updates, record, no_layers)
     return aggregator.join_updates(current, usable) if usable else None
 
 
@@ -81,17 +85,17 @@ def test_own_layers_that_are_not_finite_are_named(value: float) -> None:
 def test_usable_updates_keep_client_order() -> None:
     tasks = [_task(client, 1) for client in (5, 2, 8)]
     answers = [_update(8, w=torch.ones(1)), _update(5, w=torch.tensor([float("nan")])), _update(2, w=torch.ones(1))]
-    usable, rejected = split_usable(tasks, answers)
+    usable, rejected = split_usable(tasks, answers, no_layers)
     assert [update.client for _, update in usable] == [2, 8]
     assert rejected == {5: "w is not finite"}
 
 
 def test_an_update_of_somebody_who_was_not_asked_is_named() -> None:
-    usable, rejected = split_usable([TASK], [_update(4, w=torch.ones(2)), _update(1, w=torch.ones(2))])
+    usable, rejected = split_usable([TASK], [_update(4, w=torch.ones(2)), _update(1, w=torch.ones(2))], no_layers)
     assert [update.client for _, update in usable] == [1]
     assert rejected == {4: "it was not asked"}
-    assert split_usable([], [_update(1)]) == ([], {1: "it was not asked"})
-    assert split_usable([TASK], []) == ([], {})
+    assert split_usable([], [_update(1)], no_layers) == ([], {1: "it was not asked"})
+    assert split_usable([TASK], [], no_layers) == ([], {})
 
 
 def test_layers_of_its_own_that_a_client_owes_are_checked() -> None:

@@ -4,11 +4,49 @@ import math
 
 import pytest
 
-from fedprophet.server.perturbation import Perturbation, PerturbationSettings, accuracy_ratio
+from fedprophet.messages.answers import Measured
+from fedprophet.server.aggregate import Aggregator
+from fedprophet.server.coordinator import Record
+from fedprophet.server.perturbation import Perturbation, PerturbationSettings, accuracy_ratio, note_magnitude
+from fedprophet.server.rules import RULES
+from fedprophet.threat import feature_threat
+
+THREAT = feature_threat(0.5, 10, (0.0, math.inf))
+BY_CLAIM = Aggregator(sizes=lambda client: 10**9)
+"""Believes every weight."""
 
 
 def _perturbation(alpha: float = 0.3) -> Perturbation:
     return Perturbation(magnitude=2.0, reference=0.8 / 0.5, alpha=alpha)
+
+
+def _measured(client: int, weight: float, magnitude: float) -> Measured:
+    return Measured(round=1, client=client, weight=weight, samples=int(weight), magnitude=magnitude)
+
+
+def test_the_magnitude_is_the_mean_over_training_samples_of_clients_that_have_some() -> None:
+    record: Record = {}
+    answers = [_measured(0, 30.0, 1.0), _measured(1, 10.0, 2.0), _measured(2, 0.0, 0.0)]
+    assert note_magnitude(answers, THREAT, BY_CLAIM, record) == pytest.approx((30 * 1.0 + 10 * 2.0) / 40)
+    assert record == {}
+    median = Aggregator(rule=RULES["median"].function, sizes=BY_CLAIM.sizes)
+    three = [_measured(0, 30.0, 1.0), _measured(1, 10.0, 2.0), _measured(2, 10.0, 7.0)]
+    assert note_magnitude(three, THREAT, median, record) == 2.0
+
+
+def test_magnitudes_that_no_attack_finds_are_noted_and_not_counted() -> None:
+    record: Record = {}
+    numbers = [1.0, 1.0, 3.0, 300.0, math.nan, 0.0, -1.0]
+    answers = [_measured(client, 10.0, number) for client, number in enumerate(numbers)]
+    assert note_magnitude(answers, THREAT, BY_CLAIM, record) == pytest.approx(5 / 3)
+    assert record["dropped"] == {
+        "3": "its measured perturbation is 150 times the median of all clients'",
+        "4": "its measured perturbation is nan",
+        "5": "its measured perturbation is 0.0",
+        "6": "its measured perturbation is -1.0",
+    }
+    assert note_magnitude(answers[4:], THREAT, BY_CLAIM, {}) is None
+    assert note_magnitude([_measured(0, 10.0, 0.0)], feature_threat(0.0, 10, (0.0, 1.0)), BY_CLAIM, {}) == 0.0
 
 
 def test_radius_is_alpha_times_the_measured_magnitude() -> None:

@@ -151,7 +151,7 @@ def test_the_aggregator_pools_where_it_is_told_to(pools):
         for client, m in ((1, 0), (2, 4))
     ]
     aggregator = Aggregator(pools=pools)
-    found = aggregator.join_updates(current, aggregator.usable(tasks, updates, {}))
+    found = aggregator.join_updates(current, aggregator.usable(tasks, updates, {}, lambda task: {}))
     assert (found["bn.running_mean"].item(), found["w"].item()) == (2, 2)
     assert found["bn.running_var"].item() == (5 if pools else 1)
     assert aggregator.is_mean, "the rule is what it was, however statistics are joined"

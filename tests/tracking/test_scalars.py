@@ -17,7 +17,7 @@ RECORD = {
     "clean": 0.5,
     "adversarial": 0.25,
     "samples": 8,
-    "wire": {"sent": 1000, "received": 300, "jfat": 9000},
+    "wire": {"sent": 1000, "received": 300, "whole_model": 9000},
 }
 
 

@@ -6,7 +6,6 @@ step is a forward pass and one back to the input, without gradients of weights.
 """
 
 from fedprophet.cascade.cost import ChainCost
-from fedprophet.fleet.latency import batch_sizes
 from fedprophet.messages.tasks import Evaluate, Train
 
 PER_MULTIPLY_ACCUMULATE = 2
@@ -22,7 +21,7 @@ def task_flops(cost: ChainCost, task: Train | Evaluate, samples: int) -> float:
     """Return the FLOPs of a task on `samples` samples: those it trains on, or those it evaluates."""
     steps = 0 if task.threat is None or task.threat.harmless else task.threat.steps
     if isinstance(task, Train):
-        first, seen = task.first, sum(batch_sizes(samples, task.training.batch, task.training.iterations))
+        first, seen = task.first, sum(task.training.batch_sizes(samples))
         passes = ATTACK_STEP * steps + TRAINING_STEP
     else:
         first, seen = 0, samples

@@ -102,6 +102,11 @@ class ChainCost:
         return self.memory(0, len(self.atoms))
 
     @property
+    def clean_memory(self) -> int:
+        """The same without an attack, which takes no memory of its own in the paper's model."""
+        return self.total_memory
+
+    @property
     def total_flops(self) -> int:
         """The FLOPs of one forward pass of the whole model."""
         return self.flops(0, len(self.atoms))

@@ -1,7 +1,7 @@
 """`fedprophet bench`: how fast this machine plays rounds on each engine, and what a large population costs."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated
@@ -73,33 +73,53 @@ def bench_command(
         raise ConfigError(f"--quick uses {SMALL}: leave out --preset or --quick")
     if growth_:
         training = {"--only": only != ALL, "--stages": stages, "--engine": engine, "--no-plain": not plain}
-        for option in (option for option, given in {**training, "--real-data": real_data}.items() if given):
-            raise ConfigError(f"--growth measures the cost besides training: leave out {option}")
-        populations = _numbers("--sizes", sizes) if sizes is not None else QUICK_SIZES if quick else growth.SIZES
-        played = repeat or (QUICK_ROUNDS if quick else GROWTH_ROUNDS)
-        chosen = growth.GrowthSettings(preset or SMALL, overrides, populations, rounds=played)
+        _refuse({**training, "--real-data": real_data})
+        chosen = _growth_settings(preset, overrides, sizes, repeat, quick)
         open_folder(out)
         _deliver(*_growth(chosen), out, "growth", json_)
-        return
-    if sizes is not None:
-        raise ConfigError("--sizes needs --growth")
-    if stages is not None and "fedprophet" not in _methods(only):
-        raise ConfigError("--stages are FedProphet's: add it to --only, or leave out --stages")
-    wanted = rounds.RoundsSettings(
-        preset or (SMALL if quick else PRESET),
-        overrides,
-        _methods(only),
-        None if stages is None else tuple(stage - 1 for stage in _numbers("--stages", stages)),
-        repeat or REPEAT,
-        limit,
-        _engines(engine, plain, overrides),
-        real_data,
-    )
-    open_folder(out)
-    _deliver(*_rounds(wanted, out), out, "bench", json_)
+    else:
+        if sizes is not None:
+            raise ConfigError("--sizes needs --growth")
+        methods = _methods(only)
+        wanted = rounds.RoundsSettings(
+            preset or (SMALL if quick else PRESET),
+            overrides,
+            methods,
+            _stages(stages, methods),
+            repeat or REPEAT,
+            limit,
+            _engines(engine, plain, overrides),
+            real_data,
+        )
+        open_folder(out)
+        _deliver(*_rounds(wanted, out), out, "bench", json_)
 
 
 # Options -------------------------------------------------------------------------------------------------------------
+
+
+def _refuse(training: Mapping[str, object]) -> None:
+    """Refuse options about training, by whether they are given, where its cost is not what is measured."""
+    for option in (option for option, given in training.items() if given):
+        raise ConfigError(f"--growth measures the cost besides training: leave out {option}")
+
+
+def _growth_settings(
+    preset: str | None, overrides: tuple[str, ...], sizes: str | None, repeat: int | None, quick: bool
+) -> growth.GrowthSettings:
+    """Return what --growth measures, as it is asked for or by default."""
+    populations = _numbers("--sizes", sizes) if sizes is not None else QUICK_SIZES if quick else growth.SIZES
+    played = repeat or (QUICK_ROUNDS if quick else GROWTH_ROUNDS)
+    return growth.GrowthSettings(preset or SMALL, overrides, populations, rounds=played)
+
+
+def _stages(text: str | None, methods: Sequence[str]) -> tuple[int, ...] | None:
+    """Return FedProphet's stages, counted from 0; None: all of them."""
+    if text is None:
+        return None
+    if "fedprophet" not in methods:
+        raise ConfigError("--stages are FedProphet's: add it to --only, or leave out --stages")
+    return tuple(stage - 1 for stage in _numbers("--stages", text))
 
 
 def _methods(text: str) -> tuple[str, ...]:

@@ -11,6 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+def divergences(probabilities: Tensor, log_predicted: Tensor) -> Tensor:
+    """Return KL(p ‖ q) of each row, given p and the logarithm of q."""
+    return F.kl_div(log_predicted, probabilities, reduction="none").sum(dim=1)
+
+
 class Aim(Protocol):
     """Returns each sample's loss for a batch's class scores; a slice of it is the aim of those samples."""
 
@@ -54,8 +59,7 @@ class Drawn:
     strength: float
 
     def __call__(self, scores: Tensor) -> Tensor:
-        divergence = F.kl_div(F.log_softmax(scores, dim=1), self.probabilities, reduction="none").sum(dim=1)
-        return self.aim(scores) + self.strength * divergence
+        return self.aim(scores) + self.strength * divergences(self.probabilities, F.log_softmax(scores, dim=1))
 
     def __getitem__(self, samples: slice) -> "Drawn":
         return Drawn(self.aim[samples], self.probabilities[samples], self.strength)

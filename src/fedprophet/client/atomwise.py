@@ -65,6 +65,7 @@ class AtomwiseStep:
         """Go back through the atoms, and step each one's parameters as soon as their gradients are complete."""
         part, gradient, self._gradient = self._part, self._gradient, None
         assert gradient is not None
+        tensors = part.chain.tensors
         if part.head is not None:
             descend(part.head.parameters())
         for number in reversed(range(part.first, part.last)):
@@ -73,7 +74,6 @@ class AtomwiseStep:
                 continue  # nothing behind this atom depends on it
             gradient = run.backward(gradient, wanted=number > part.first)
             names = (*part.chain.shared(number, number + 1), *part.chain.local(number, number + 1))
-            tensors = part.chain.tensors
             descend(tensor for name in names if isinstance(tensor := tensors[name], nn.Parameter))
 
     def run_of(self, number: int, x: Tensor, samples: int) -> "_AtomRun":
@@ -290,7 +290,8 @@ def _buffers_kept(atom: Atom, values: Sequence[Tensor] = ()) -> Iterator[None]:
                 buffer.copy_(value)
 
     try:
-        put(values or found)
+        if values:
+            put(values)
         yield
     finally:
         put(found)

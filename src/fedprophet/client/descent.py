@@ -53,21 +53,13 @@ def fused_loss(value: Tensor, part: ModelPart) -> Loss:
 
 
 def batches(samples: int, size: int, iterations: int, task: Task) -> Iterator[Tensor]:
-    """Yield the positions of `iterations` batches: shuffled passes, the last batch of a pass may be smaller."""
+    """Yield the positions of `iterations` batches: shuffled passes, of the sizes that `batch_sizes` says."""
     done = 0
     while done < iterations:
         order = torch.randperm(samples, generator=generator(task.seed, "batches", task.round, task.client, done))
         for batch in torch.split(order, size)[: iterations - done]:
             yield batch
             done += 1
-
-
-def batch_sizes(training: LocalTraining, samples: int) -> set[int]:
-    """Return the sizes of the batches that are trained on."""
-    full, rest = divmod(samples, training.batch)
-    passes = full + (rest > 0)
-    sizes = {training.batch} if full else set()
-    return sizes | {rest} if rest and training.iterations >= passes else sizes or {rest}
 
 
 def descend(task: Train | Distill, part: ModelPart, samples: int, loss_of: Callable[[int, Tensor], Loss]) -> float:

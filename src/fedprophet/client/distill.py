@@ -3,6 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedprophet.client.aims import divergences
 from fedprophet.client.descent import Loss, descend, whole_loss
 from fedprophet.client.part import ModelPart
 from fedprophet.data.examples import Examples
@@ -27,8 +28,7 @@ def distill(task: Distill, part: ModelPart, examples: Examples) -> float:
 def distillation_losses(logits: Tensor, targets: dict[str, Tensor]) -> Tensor:
     """Return each loss: weight · KL(probabilities ‖ softmax(logits)), plus CE(label) where labels are given."""
     log_softmax = F.log_softmax(logits, dim=1)
-    divergence = F.kl_div(log_softmax, targets["probabilities"], reduction="none").sum(dim=1)
-    losses = targets["weights"] * divergence
+    losses = targets["weights"] * divergences(targets["probabilities"], log_softmax)
     if "labels" in targets:
         losses = losses + F.nll_loss(log_softmax, targets["labels"], reduction="none")
     return losses

@@ -23,6 +23,7 @@ from fedprophet.client.workspace import LocalLayers, Workspace
 from fedprophet.data.augmented import ShiftedExamples
 from fedprophet.data.dataset import ClientData
 from fedprophet.data.examples import Examples
+from fedprophet.finite import all_finite
 from fedprophet.messages.answers import Evaluated, Measured, Refreshed, Trained
 from fedprophet.messages.modules import digest
 from fedprophet.messages.tasks import Evaluate, Measure, ModelTask, Refresh, Task, Train
@@ -202,7 +203,7 @@ class Job(Generic[T_co]):
         samples = len(self.client.data.train)
         if not self.task.keeps:
             return Refreshed(**self._header_of_training, samples=samples, statistics=statistics)
-        finite = all(bool(torch.isfinite(value).all()) for value in statistics.values())
+        finite = all_finite(statistics.values())
         if finite and samples:
             self.store(statistics)
         return Refreshed(**self._header_of_training, samples=samples if finite else 0)

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from fedprophet.cascade.allocator import allocator_limit, ran_out
 from fedprophet.cascade.measure import LiveBytes, bytes_of, cuda_base
-from fedprophet.client.descent import batch_sizes
 from fedprophet.client.inputs import Inputs
 from fedprophet.client.iteration import LocalIteration
 from fedprophet.client.memory_plan import PLAIN, MemoryPlan
@@ -71,7 +70,7 @@ def limited(
         yield NO_TERMS
         return
     whole = replace(part, prior=None)  # a prediction knows no values
-    sizes = tuple(sorted(batch_sizes(task.training, len(inputs)), reverse=True))
+    sizes = tuple(sorted(set(task.training.batch_sizes(len(inputs))), reverse=True))
     shape = tuple(inputs[:1].shape[1:])
     iteration = LocalIteration(whole, shape, task.training, task.threat, sizes=sizes, classes=classes)
     who = f"client {task.client}, {name_of(task, part)}"

@@ -12,7 +12,6 @@ from fedprophet.cascade.atoms import Chain
 from fedprophet.cascade.heads import Head
 from fedprophet.cascade.norms import norm_modules
 from fedprophet.cascade.trace import flags
-from fedprophet.client.aims import Labels
 from fedprophet.data.examples import Examples
 from fedprophet.storage.mapped import empty_in_file
 
@@ -38,19 +37,13 @@ class ModelPart:
         """Return the exit's class scores."""
         return self._scores(self.features(x))
 
-    def losses(self, x: Tensor, labels: Tensor, strong_convexity: float) -> Tensor:
-        """Return each sample's regularised early-exit loss (Eq. 9; Eq. 13 when several modules are assigned).
+    def exit_losses(self, features: Tensor, aim: Callable[[Tensor], Tensor], strong_convexity: float) -> Tensor:
+        """Return each sample's regularised early-exit loss, given z_m (Eq. 9; for several modules Eq. 13).
 
         l = CE(W z + b, y) + mu/2 · ‖z‖². The backbone's own classifier ends the last module, which has no mu term.
         With a prior π it is CE(W z + b + log π, y): the scores are then those of balanced labels (Menon et al., 2021;
-        Chen et al., CalFAT, 2022).
-        """
-        return self.exit_losses(self.features(x), Labels(labels), strong_convexity)
-
-    def exit_losses(self, features: Tensor, aim: Callable[[Tensor], Tensor], strong_convexity: float) -> Tensor:
-        """Return each sample's loss, given z_m: what an aim says of its class scores, and the mu term.
-
-        The aim has no say in that term, which is there for every sample alike: it keeps the loss strongly convex.
+        Chen et al., CalFAT, 2022). The cross-entropy is what the aim says of the scores, and may be another one. It has
+        no say in the mu term, which is there for every sample alike: it keeps the loss strongly convex.
         """
         task_loss = aim(self._scores(features))
         if self.head is None:

@@ -12,6 +12,7 @@ from fedprophet.attacks.pgd import pgd
 from fedprophet.cascade.atoms import Chain
 from fedprophet.cascade.norms import MEAN, VARIANCE, norm_modules
 from fedprophet.cascade.trace import flags
+from fedprophet.client.aims import Labels
 from fedprophet.client.part import ModelPart
 from fedprophet.data.examples import Examples
 from fedprophet.messages.tasks import Refresh
@@ -34,10 +35,10 @@ def fresh_statistics(task: Refresh, part: ModelPart, written: Chain, examples: E
     for number, positions in enumerate(batches):
         x = part.take(examples.fetch(positions))
         if task.threat is not None:
-            labels = examples.labels[positions].to(x.device)
+            aim = Labels(examples.labels[positions].to(x.device))
             draw = generator(task.seed, "refreshing attack", task.round, task.client, number)
             with part.still():
-                x = pgd(lambda z, y=labels: part.losses(z, y, 0.0).sum(), x, task.threat, draw)  # type: ignore[misc]
+                x = pgd(lambda z, aim=aim: part.exit_losses(part.features(z), aim, 0.0).sum(), x, task.threat, draw)  # type: ignore[misc]
         normalising = _by_batch(() if task.layer or len(positions) < 2 else chosen.values())
         with torch.no_grad(), written.mode(0, task.last, training=False), normalising, _watched(chosen, moments):
             written.run(x, 0, task.last)

@@ -3,7 +3,7 @@
 A new kind of task registers its handler here.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import singledispatch
 
@@ -22,6 +22,7 @@ from fedprophet.client.statistics import TwoSets
 from fedprophet.client.subnetwork import narrowed
 from fedprophet.client.trainer import train
 from fedprophet.client.workspace import Workspace
+from fedprophet.finite import all_finite
 from fedprophet.messages.answers import (
     Adopted,
     Answer,
@@ -87,7 +88,7 @@ def _train(task: Train, job: Job[Train]) -> Trained:
     if task.head is not None and part.head is not None:
         trained |= {f"{head_name(task.head)}.{name}": p.detach().clone() for name, p in part.head.named_parameters()}
     local = workspace.values(chain.local(task.first, task.last)) | (sets.both() if sets else {})
-    finite = _finite(trained) and _finite(local)
+    finite = all_finite([*trained.values(), *local.values()])
     return job.trained(loss, trained, local, finite, terms)
 
 
@@ -186,7 +187,3 @@ def _part(job: Job[Train] | Job[Evaluate] | Job[Refresh], workspace: Workspace, 
         for name, parameter in head.named_parameters():
             parameter.copy_(task.parameters[f"{head_name(task.head)}.{name}"])
     return replace(body, head=head)
-
-
-def _finite(tensors: Mapping[str, Tensor]) -> bool:
-    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values())

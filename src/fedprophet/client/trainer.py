@@ -90,8 +90,8 @@ def perturb(
     x: Tensor,
     labels: Tensor,
     iteration: int,
-    plan: MemoryPlan = PLAIN,
-    ascend: Ascent | None = None,
+    plan: MemoryPlan,
+    ascend: Ascent,
     withstood: Tensor | None = None,
 ) -> Tensor:
     """Attack the part's own loss at its input, norm layers and dropout in evaluation mode.
@@ -101,7 +101,6 @@ def perturb(
     """
     if task.threat is None:
         return x
-    ascend = ascend or ascent_of(part, task.threat, task.training.strong_convexity, plan.attack, plan.attack_sliced)
     draw = generator(task.seed, "attack", task.round, task.client, iteration)
     return attacked(part, x, labels, task.threat, draw, plan.attack, ascend, withstood)
 

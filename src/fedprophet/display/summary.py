@@ -119,7 +119,7 @@ def _remarks(results: Mapping[str, Any]) -> Iterator[str]:
         )
     moved = results.get("wire")
     if moved is not None:
-        sent, received, jfat = (format_size(moved[part]) for part in ("sent", "received", "jfat"))
+        sent, received, jfat = (format_size(moved[part]) for part in ("sent", "received", "whole_model"))
         yield f"On the wire: {sent} sent, {received} received; jFAT's training alone would have moved {jfat}."
     lost = results.get("faults", 0)
     if lost:

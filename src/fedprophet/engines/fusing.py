@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from fedprophet.cascade.narrow import narrow_chain
-from fedprophet.client.descent import batch_sizes
 from fedprophet.client.job import Client
 from fedprophet.client.workspace import Workspace
 from fedprophet.engines.stack_job import AtomSpan, StackJob
@@ -101,7 +100,7 @@ class Fusing:
             raise NotFusableError("sub-networks of a part of the model")
         if job.two_statistics and (job.kept_channels or task.frozen):
             raise NotFusableError("two sets of norm statistics in a sub-network or a cascade")
-        if isinstance(task, Train) and min(batch_sizes(task.training, job.samples)) < 2:
+        if isinstance(task, Train) and min(task.training.batch_sizes(job.samples)) < 2:
             raise NotFusableError("a batch of a single sample")
         if job.kept_channels:
             job = at_width(job, width_of(job.workspace.channels, job.kept_channels))

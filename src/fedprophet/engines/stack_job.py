@@ -11,7 +11,7 @@ from fedprophet.cascade.heads import of_head
 from fedprophet.cascade.norms import COUNTER
 from fedprophet.client.job import Job
 from fedprophet.client.statistics import ADVERSARIAL
-from fedprophet.fast.layout import STATISTICS
+from fedprophet.fast.layout import STATISTICS_ENDINGS
 from fedprophet.fast.narrow import WHOLE, Factors, cut_out, factors_of
 from fedprophet.messages.tasks import Evaluate, Measure, ModelTask, Train
 from fedprophet.randomness import key
@@ -78,7 +78,7 @@ class StackJob(Job[M_co]):
             return ()
         shared = self.workspace.chain.shared(self.task.first, self.task.last)
         heads = (name for name in self.task.parameters if of_head(name))
-        return tuple(name for name in (*shared, *heads) if not name.endswith(STATISTICS))
+        return tuple(name for name in (*shared, *heads) if not name.endswith(STATISTICS_ENDINGS))
 
     @cached_property
     def factors(self) -> Factors:

@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedprophet.cascade.norms import STATISTICS
 from fedprophet.fast.program import Ladder, LayerProgram
 
 Tensors = Mapping[str, Tensor]
-STATISTICS = (".running_mean", ".running_var")
+STATISTICS_ENDINGS = tuple(f".{name}" for name in STATISTICS)
 
 
 def rounded_up(size: int, multiple: int) -> int:
@@ -40,11 +41,11 @@ class StackLayout:
 
     def parameters(self) -> list[str]:
         """Return the names of what gradients change: everything but the norm layers' statistics."""
-        return [name for name in self.names() if not name.endswith(STATISTICS)]
+        return [name for name in self.names() if not name.endswith(STATISTICS_ENDINGS)]
 
     def statistics(self) -> list[str]:
         """Return the names of the norm layers' statistics."""
-        return [name for name in self.names() if name.endswith(STATISTICS)]
+        return [name for name in self.names() if name.endswith(STATISTICS_ENDINGS)]
 
     def stacked(self, parameters: Sequence[Tensors], device: torch.device) -> dict[str, Tensor]:
         """Return the clients' parameters as stacks; what all of them share is held in memory once."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from fedprophet.cascade.cost import ChainCost
-from fedprophet.fleet.latency import batch_sizes, client_seconds, workload_of
+from fedprophet.fleet.latency import client_seconds, workload_of
 from fedprophet.fleet.network import communication_time, draw_link, payload_bytes
 from fedprophet.messages.answers import Adopted, Trained
 from fedprophet.messages.tasks import Adopt, Train
@@ -29,15 +29,14 @@ def training_times(
 
 
 def _demand(cost: ChainCost, task: Train, update: Trained, resources: Resources) -> dict[str, float]:
-    batch, iterations = task.training.batch, task.training.iterations
     # More samples than a round can use change nothing, however many a client claims to have.
-    samples = min(update.samples, batch * iterations)
+    samples = min(update.samples, task.training.batch * task.training.iterations)
     if update.plan:  # by which it kept within what it has: nothing is swapped
         resources = replace(resources, memory=sys.maxsize)
     seconds = client_seconds(
         workload_of(cost, task.first, task.last),
         resources,
-        batch_sizes(samples, batch, iterations),
+        task.training.batch_sizes(samples),
         task.threat.steps if task.threat else 0,
         draw_link(task.seed, task.round, task.client),
         download_bytes=payload_bytes(task.parameters) + payload_bytes(task.starting),

@@ -99,15 +99,6 @@ def workload_of(cost: ChainCost, first: int = 0, last: int | None = None) -> Wor
     )
 
 
-def batch_sizes(samples: int, batch: int, iterations: int) -> tuple[int, ...]:
-    """Return the sizes of a client's local batches in a round: whole passes, each one's last batch may be smaller."""
-    if samples < 1:
-        return ()
-    full, rest = divmod(samples, batch)
-    a_pass = (batch,) * full + ((rest,) if rest else ())
-    return (a_pass * math.ceil(iterations / len(a_pass)))[:iterations]
-
-
 def local_time(workload: Workload, resources: Resources, batches: Sequence[int], attack_steps: int) -> Time:
     """Return the time of one round of local training on batches of these sizes, each attacked before its step.
 

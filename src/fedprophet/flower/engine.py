@@ -6,18 +6,18 @@ is left out of the round and the reason is journalled.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
 from flwr.app import Message
 from flwr.serverapp import Grid
-from torch import Tensor
 
 from fedprophet.engines.plain import PlainEngine
 from fedprophet.engines.registry import EngineParts, cores
 from fedprophet.errors import TrainingError
+from fedprophet.fleet.network import payload_bytes
 from fedprophet.flower.manifest import RunManifest, run_id
 from fedprophet.flower.node_registry import KeyedClients, NodeRegistry
 from fedprophet.flower.protocol import Hello, Lacking, ProtocolError, harmless, pack_task
@@ -181,9 +181,9 @@ class FlowerEngine:
 
         Those layers come only where they were asked for. They may have a second set of statistics.
         """
-        parameters = _bytes(task.parameters) if isinstance(task, ModelTask) else 0
+        parameters = payload_bytes(task.parameters) if isinstance(task, ModelTask) else 0
         wants_local = isinstance(task, Report | Train) and task.wants_local
-        layers = 2 * _bytes(self._workspaces[task.architecture].initial) if wants_local else 0
+        layers = 2 * payload_bytes(self._workspaces[task.architecture].initial) if wants_local else 0
         return 2 * (parameters + layers) + SPARE_BYTES
 
     def _send_modules(self, answer: Lacking, sent: _Sent) -> None:
@@ -219,12 +219,8 @@ def _expected(answer: Answer | Hello, task: Task) -> Answer:
     return answer
 
 
-def _bytes(tensors: Mapping[str, Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors.values())
-
-
 def shared_bytes(parts: EngineParts) -> int:
-    """Return the bytes of the whole model's shared parameters: what jFAT sends each way."""
+    """Return the bytes of the whole model's shared parameters: what joint training sends each way."""
     chain = parts.workspaces[BACKBONE].chain
     return sum(chain.tensors[name].nbytes for name in chain.shared())
 

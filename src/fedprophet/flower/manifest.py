@@ -7,15 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
-from torch import Tensor
 
 from fedprophet.client.workspace import Workspace
 from fedprophet.engines.registry import EngineParts
 from fedprophet.errors import CheckpointError
 from fedprophet.flower.protocol import ProtocolError
+from fedprophet.messages.modules import kinds_of
 from fedprophet.messages.values import BACKBONE
 from fedprophet.models.normalize import Normalize
 from fedprophet.storage.files import IDENTITY, parse_json, tensors_from_bytes, tensors_to_bytes, write_atomic
@@ -85,13 +84,9 @@ class RunManifest(BaseModel):
                 found = tensors_from_bytes(b64decode(self.layers[name], validate=True))
             except (KeyError, ValueError, SafetensorError):
                 raise ProtocolError(f"the run's manifest does not say what a {name} starts with") from None
-            if _kinds(found) != _kinds(workspace.initial):
+            if kinds_of(found) != kinds_of(workspace.initial):
                 raise ProtocolError(f"the run's manifest has layers for {name} that this model does not have")
             workspace.initial = found
-
-
-def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.Size]]:
-    return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
 
 
 def run_id(folder: Path | None, deployed: bool) -> str:

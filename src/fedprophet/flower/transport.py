@@ -61,7 +61,7 @@ class Ledger:
     def close(self, whole: int) -> Record:
         """Return the round's record and begin a new one; `whole` is the size of the model's shared parameters."""
         record: Record = {
-            "wire": {"sent": self.sent, "received": self.received, "jfat": 2 * whole * len(self.trainers)},
+            "wire": {"sent": self.sent, "received": self.received, "whole_model": 2 * whole * len(self.trainers)},
             "faults": {who: "; ".join(reasons) for who, reasons in sorted(self.faults.items())},
         }
         self.sent, self.received, self.trainers, self.faults = 0, 0, set(), {}

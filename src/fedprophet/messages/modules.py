@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor
 
 
@@ -14,6 +15,11 @@ def digest(parameters: Mapping[str, Tensor]) -> str:
         hasher.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
         hasher.update(tensor.view(-1).numpy().tobytes())
     return hasher.hexdigest()
+
+
+def kinds_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    """Return the type and the shape of each: tables with the same ones may stand in for each other."""
+    return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
 
 
 class ModuleStore:

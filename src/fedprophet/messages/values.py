@@ -1,5 +1,6 @@
 """Values that tasks and answers are made of."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -16,6 +17,15 @@ class Resources:
     memory: int
     performance: float
     bandwidth: float
+
+
+def batch_sizes(samples: int, batch: int, iterations: int) -> tuple[int, ...]:
+    """Return the sizes of a client's local batches in a round: whole passes, each one's last batch may be smaller."""
+    if samples < 1:
+        return ()
+    full, rest = divmod(samples, batch)
+    a_pass = (batch,) * full + ((rest,) if rest else ())
+    return (a_pass * math.ceil(iterations / len(a_pass)))[:iterations]
 
 
 @dataclass(frozen=True)
@@ -39,6 +49,10 @@ class LocalTraining:
     """Whether attacked samples near the decision boundary weigh more (`client.boundary`)."""
     consistency: float = 0.0
     """β: the weight of KL(p ‖ q) in the loss, from the clean predictions that training starts with to the attacked."""
+
+    def batch_sizes(self, samples: int) -> tuple[int, ...]:
+        """Return the sizes of the batches that so many samples are trained in, one for each iteration."""
+        return batch_sizes(samples, self.batch, self.iterations)
 
 
 @dataclass(frozen=True)

@@ -291,6 +291,7 @@ class Method(ABC, Generic[S]):
         settings = self.world.config.evaluate
         threat = self.world.image_threat(settings.steps)
         clients = self.world.clients.sample(settings.clients, state.round, "evaluate")
-        tasks = [self.evaluation_task(state.judged, client, threat) for client in clients]
+        judged = state.judged
+        tasks = [self.evaluation_task(judged, client, threat) for client in clients]
         answers = yield from ask(tasks, Evaluated)
         return note_accuracy(answers, len(clients), self.world.aggregator, record)

@@ -19,7 +19,10 @@ from fedprophet.server.coordinator import Conversation, Record
 from fedprophet.threat import ThreatModel
 
 ROBUSTNESS_WEIGHT = 1.5
-"""A baseline's best round is the one with the highest clean + 1.5 · adversarial accuracy."""
+"""A baseline's best round is the one with the highest clean + 1.5 · adversarial accuracy.
+
+The paper's text does not have this weight; its tables report the rounds that it chooses, on the data that is reported.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

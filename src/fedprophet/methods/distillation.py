@@ -18,13 +18,14 @@ from torch import Tensor
 from fedprophet.cascade.cost import ChainCost
 from fedprophet.cascade.norms import norm_names
 from fedprophet.errors import ConfigError
+from fedprophet.finite import all_finite
 from fedprophet.messages.answers import Distilled, Predicted, Trained
 from fedprophet.messages.tasks import Distill, Predict, Train
 from fedprophet.messages.values import BACKBONE, SERVER, LocalTraining, Resources
 from fedprophet.methods.base import Shown
 from fedprophet.methods.baseline import Baseline, BaselineState
 from fedprophet.methods.world import World, named
-from fedprophet.server.aggregate import Usable, all_finite
+from fedprophet.server.aggregate import Usable
 from fedprophet.server.coordinator import Conversation, Record, ask
 from fedprophet.server.rejections import reject
 from fedprophet.server.rules.registry import Parameters

@@ -1,11 +1,9 @@
 """FedProphet (Algorithm 2): a cascade of modules, each trained robustly by the fleet, then fixed."""
 
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pydantic import Field
 from torch import Tensor
 
 from fedprophet.cascade.heads import build_head, head_name, head_parameters
@@ -23,24 +21,18 @@ from fedprophet.randomness import global_rng
 from fedprophet.server.assignment import AssignmentSettings, assign
 from fedprophet.server.convergence import Best, StageRule, better
 from fedprophet.server.coordinator import Conversation, Record, ask
-from fedprophet.server.perturbation import Perturbation, PerturbationSettings, accuracy_ratio
-from fedprophet.server.plausibility import outliers
-from fedprophet.server.rejections import number_fault, reject, sound_answers, weight_fault
+from fedprophet.server.perturbation import (
+    MeasureSettings,
+    Perturbation,
+    PerturbationSettings,
+    accuracy_ratio,
+    note_magnitude,
+)
 from fedprophet.server.rules.registry import Parameters
-from fedprophet.settings.section import Section, section
-from fedprophet.settings.values import Clients
 from fedprophet.threat import ThreatModel, feature_threat, with_steps
 
 MEASURE_TRIES = 3
 """A run stops after this many rounds in a row in which nobody measured a module's features."""
-
-
-@section("measure")
-class MeasureSettings(Section):
-    """Measuring max ‖Δz‖ at the end of a stage (Eq. 11)."""
-
-    steps: int = Field(default=10, ge=1, description="PGD steps of the attack that maximises ‖Δz‖.")
-    clients: Clients = Field(default="all", description="Clients that measure.")
 
 
 @dataclass(frozen=True)
@@ -266,10 +258,7 @@ class FedProphet(Method[CascadeState]):
         return replace(state, model={**state.model, **fresh})
 
     def _magnitude(self, state: CascadeState, record: Record) -> Conversation[float | None]:
-        """E[max ‖Δz_m‖] over the clients' training samples, under the attack that module m was trained with.
-
-        It is over the clients that answered; None where none of them did.
-        """
+        """Let clients measure E[max ‖Δz_m‖] under the attack that module m was trained with; None if nobody answers."""
         world, settings = self.world, self.world.config.of(MeasureSettings)
         threat = with_steps(self._threat(state), settings.steps)
         clients = world.clients.sample(settings.clients, state.round, "measure")
@@ -279,13 +268,9 @@ class FedProphet(Method[CascadeState]):
             for client in clients
         ]
         answers = yield from ask(tasks, Measured)
-        # A client of weight 0 has nothing to measure on.
-        some = [answer for answer in answers if answer.weight != 0]
-        sound = world.aggregator.believed(sound_magnitudes(some, threat, record), record)
-        if sound:
-            return world.aggregator.join_numbers([(each.weight, (each.magnitude,)) for each in sound])[0]
-        if len(answers) < len(tasks):
-            return None
+        magnitude = note_magnitude(answers, threat, world.aggregator, record)
+        if magnitude is not None or len(answers) < len(tasks):
+            return magnitude
         raise TrainingError(
             f"module {state.stage + 1} has diverged: no client could measure how far an attack moves its features. "
             "A new run with a lower train.learning_rate usually helps"
@@ -380,23 +365,6 @@ class FedProphet(Method[CascadeState]):
         """Return the shared parameters of atoms `first` … `last` − 1 and of a head."""
         own = named(state.model, self.world.chain.shared(first, last))
         return {**own, **named(state.heads, () if head is None else head_parameters(head))}
-
-
-def sound_magnitudes(answers: Sequence[Measured], threat: ThreatModel, record: Record) -> list[Measured]:
-    """Return the measured perturbations that can be counted, and note why the others cannot.
-
-    An attack that may move a feature and moves it by nothing is not one: the next module would be trained without any.
-    """
-    least = sys.float_info.min if threat.radius > 0 else 0.0
-
-    def fault(answer: Measured) -> str | None:
-        return weight_fault(answer.weight) or number_fault("measured perturbation", answer.magnitude, least)
-
-    sound = sound_answers(answers, fault, record)
-    far = outliers({answer.client: answer.magnitude for answer in sound})
-    if far:
-        reject(record, {client: f"its measured perturbation is {text}" for client, text in far.items()})
-    return [answer for answer in sound if answer.client not in far]
 
 
 def initial_heads(world: World) -> Parameters:

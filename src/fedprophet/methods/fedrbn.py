@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from pydantic import Field
 
 from fedprophet.cascade.norms import statistics_names
-from fedprophet.client.planned_cost import PlannedCost
 from fedprophet.client.statistics import ADVERSARIAL, under_attack
 from fedprophet.errors import ConfigError, ModelError
 from fedprophet.fleet.clock import add_adoption
@@ -108,8 +107,7 @@ class FedRBN(Baseline[BaselineState]):
 
     def poorest(self) -> Iterator[tuple[str, int]]:
         """Yield the whole model without an attack, which is what clients of little memory train."""
-        needs = self.world.needs
-        yield "the whole model", needs.clean_memory if isinstance(needs, PlannedCost) else needs.total_memory
+        yield "the whole model", self.world.needs.clean_memory
 
     def join(self, state: BaselineState, usable: Usable, record: Record) -> Conversation[BaselineState]:
         """Average the models, then send adversarial statistics to the clients that trained without attack."""

@@ -161,7 +161,7 @@ class Row:
         return self.over(lambda run: getattr(run.time, part) if run.time else None)
 
     def wire(self, part: str) -> Statistic | None:
-        """Return the bytes on the wire of a part: sent, received, total or jfat."""
+        """Return the bytes on the wire of a part: sent, received, total or whole_model."""
         return self.over(lambda run: getattr(run.wire, part) if run.wire else None)
 
     @property

@@ -64,11 +64,11 @@ class Memory:
 
 @dataclass(frozen=True)
 class Wire:
-    """Bytes that the server counted on the network, and those that jFAT's training would have taken."""
+    """Bytes that the server counted on the network, and those that training the whole model takes: jFAT's."""
 
     sent: Count
     received: Count
-    jfat: Count
+    whole_model: Count
 
     @property
     def total(self) -> int:

@@ -82,13 +82,13 @@ def traffic_of(folder: ReadFolder) -> Traffic | None:
         return None
 
     def moved(records: Sequence[Record]) -> Wire:
-        return Wire(**(moved_bytes(records) or {"sent": 0, "received": 0, "jfat": 0}))
+        return Wire(**(moved_bytes(records) or {"sent": 0, "received": 0, "whole_model": 0}))
 
     parts: Mapping[str, Callable[[Sequence[Record]], float]] = {
         "sent": lambda records: moved(records).sent,
         "received": lambda records: moved(records).received,
     }
-    return Traffic(wire.sent, wire.received, wire.jfat, _bars(folder.records, parts))
+    return Traffic(wire.sent, wire.received, wire.whole_model, _bars(folder.records, parts))
 
 
 def faults_of(records: Sequence[Record]) -> Faults:

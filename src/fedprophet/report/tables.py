@@ -16,7 +16,8 @@ from fedprophet.report.runs import Reached, RunSummary
 from fedprophet.runs.evaluator import KINDS
 from fedprophet.sizes import format_size
 
-WIRE_PARTS = ("sent", "received", "total", "jfat")
+WIRE_PARTS = {"sent": "sent", "received": "received", "total": "total", "jfat": "whole_model"}
+"""The bytes of a run, by what they are called here: training the whole model takes what jFAT's training does."""
 TIMES = ("total", "computation", "access", "communication")
 ROUND_PARTS = ("round", "clean", "adversarial")
 METHOD = Column("Method")
@@ -169,7 +170,7 @@ def _wire_table(setting: Setting) -> Table:
     sizes = [Column(name, group, lambda size: format_size(round(size.mean))) for group, name in parts]
     rows = []
     for row in setting.rows:
-        moved = [row.wire(part) for part in WIRE_PARTS]
+        moved = [row.wire(part) for part in WIRE_PARTS.values()]
         total, jfat = moved[-2:]
         if total is not None and jfat is not None:
             rows.append((row.name, *moved, total.mean / jfat.mean if jfat.mean else None, row.faults))
@@ -227,7 +228,7 @@ def wire_csv(comparison: Comparison) -> str | None:
     """
     parts = ("sent", "received", "jfat")
     rows = [
-        (run.path, one.round, *(_part(one.wire, part) for part in parts), one.faults)
+        (run.path, one.round, *(_part(one.wire, WIRE_PARTS[part]) for part in parts), one.faults)
         for setting in comparison.settings
         for run in setting.runs
         for one in run.wire_rounds
@@ -275,8 +276,8 @@ def _csv_columns() -> Iterator[tuple[str, Form, Callable[[Row], Any]]]:
         yield f"{part}_memory_mb", _megabytes, partial(Row.memory, part=part)
     for part in TIMES:
         yield f"{part}_s", _seconds, _at(partial(Row.time, part=part), "mean")
-    for part in WIRE_PARTS:
-        yield f"wire_{part}_mb", _megabytes, _at(partial(Row.wire, part=part), "mean")
+    for name, part in WIRE_PARTS.items():
+        yield f"wire_{name}_mb", _megabytes, _at(partial(Row.wire, part=part), "mean")
     yield "faults", str, lambda row: row.faults
     yield "speedup_over_jfat", "{:.3f}".format, _at(lambda row: row.speedup, "factor")
     yield "speedup_over_row", str, _at(lambda row: row.speedup, "over")
@@ -337,7 +338,7 @@ def _row_document(row: Row) -> dict[str, Any]:
         "memory_bytes": {part: row.memory(part) for part in ("least", "peak")},
         **_enforced_document(row),
         "simulated_s": {part: _as_dict(row.time(part)) for part in TIMES},
-        "wire_bytes": {part: _as_dict(row.wire(part)) for part in WIRE_PARTS},
+        "wire_bytes": {name: _as_dict(row.wire(part)) for name, part in WIRE_PARTS.items()},
         "faults": row.faults,
         "speedup": _as_dict(row.speedup),
         "runs": [_run_document(run) for run in row.runs],
@@ -359,7 +360,7 @@ def _run_document(run: RunSummary) -> dict[str, Any]:
         "simulated_s": {part: getattr(run.time, part) for part in TIMES} if run.time else None,
         "memory_bytes": _as_dict(run.memory),
         **_enforced_document(run),
-        "wire_bytes": {part: getattr(run.wire, part) for part in WIRE_PARTS} if run.wire else None,
+        "wire_bytes": {name: getattr(run.wire, part) for name, part in WIRE_PARTS.items()} if run.wire else None,
         "faults": run.faults,
         "engine": run.engine,
         "engines": [span.to_json() for span in run.engines],

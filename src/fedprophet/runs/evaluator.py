@@ -144,14 +144,14 @@ class Evaluator:
     def _over_clients(
         self, attack: str, threat: ThreatModel | None, what: str, calibrated: bool = True
     ) -> list[Evaluated]:
-        session, state = self.session, self.state
+        session, state, judged = self.session, self.state, self.state.judged
         clients = session.world.clients.sample(session.config.evaluate.clients, state.round, "evaluate")
         samples = None if self.samples is None else -(-self.samples // len(clients))
         answers: list[Evaluated] = []
         self.watch(what, 0, len(clients))
         for start in range(0, len(clients), CLIENTS_TOGETHER):
             some = clients[start : start + CLIENTS_TOGETHER]
-            tasks = [session.method.evaluation_task(state.judged, client, threat) for client in some]
+            tasks = [session.method.evaluation_task(judged, client, threat) for client in some]
             tasks = [replace(task, attack=attack, samples=samples) for task in tasks]
             tasks = tasks if calibrated else [replace(task, calibration=0.0) for task in tasks]
             for answer in in_order(tasks, self.engine, Evaluated):

@@ -1,12 +1,10 @@
 """A run is a folder: it is started there, and opened again at its newest checkpoint."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-
-from torch import Tensor
 
 from fedprophet.config.config import Config
 from fedprophet.config.load import load_config
@@ -15,6 +13,7 @@ from fedprophet.data.dataset import Dataset
 from fedprophet.engines import cores, make_engine
 from fedprophet.engines.registry import EngineMaker
 from fedprophet.errors import CheckpointError, ConfigError, TrainingError
+from fedprophet.messages.modules import kinds_of
 from fedprophet.methods.base import MethodState
 from fedprophet.runs.checkpoint import Checkpoints
 from fedprophet.runs.files import RunFiles, is_finished, model_fits, resume_hint
@@ -143,7 +142,7 @@ def _expect_fitting(state: MethodState, session: Session, where: str, files: Run
     """
     method, fits, other_modules = session.method, False, False
     with suppress(LookupError, TypeError, ValueError, ArithmeticError):
-        if _kinds(state.model) == _kinds(state.best_model) == _kinds(method.initial().model):
+        if kinds_of(state.model) == kinds_of(state.best_model) == kinds_of(method.initial().model):
             other_modules = not method.fits(state)
             if not other_modules and not method.finished(state):
                 next(method.round(state))
@@ -155,10 +154,6 @@ def _expect_fitting(state: MethodState, session: Session, where: str, files: Run
         )
     if not fits:
         raise CheckpointError(f"{where} does not fit this run: it was changed by hand. Put it back from a copy")
-
-
-def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[object, ...]]:
-    return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
 
 
 def _without_checkpoints(files: RunFiles) -> Iterator[str]:

@@ -100,11 +100,11 @@ def plans_taken(records: Iterable[Record]) -> dict[str, Any] | None:
 
 
 def moved_bytes(records: Iterable[Record]) -> dict[str, int] | None:
-    """Return the bytes that a run has moved, and those that jFAT would have; None if no engine counted them."""
+    """Return the bytes that a run has moved, and those of training the whole model; None if no engine counted them."""
     counted = [record["wire"] for record in records if "wire" in record]
     if not counted:
         return None
-    return {part: sum(wire[part] for wire in counted) for part in ("sent", "received", "jfat")}
+    return {part: sum(wire[part] for wire in counted) for part in ("sent", "received", "whole_model")}
 
 
 def fault_count(records: Iterable[Record]) -> int:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
+from fedprophet.finite import all_finite, all_true
 from fedprophet.messages.answers import Answer, Trained
 from fedprophet.messages.tasks import Train
 from fedprophet.server.coordinator import Record
@@ -74,11 +74,7 @@ class Aggregator:
         return list(believed(answers, self.sizes, record))
 
     def usable(
-        self,
-        tasks: Sequence[Train],
-        updates: Sequence[Trained],
-        record: Record,
-        expected: ExpectedLayers = lambda task: {},
+        self, tasks: Sequence[Train], updates: Sequence[Trained], record: Record, expected: ExpectedLayers
     ) -> Usable:
         """Return the updates that can be joined, none where they are too few; note the others and the mean loss."""
         sound, rejected = split_usable(tasks, updates, expected)
@@ -99,7 +95,7 @@ class Aggregator:
 
 
 def split_usable(
-    tasks: Iterable[Train], updates: Iterable[Trained], expected: ExpectedLayers = lambda task: {}
+    tasks: Iterable[Train], updates: Iterable[Trained], expected: ExpectedLayers
 ) -> tuple[Usable, dict[int, str]]:
     """Split updates into those that can be joined, in client order, and the reasons against the others, by client."""
     asked = {task.client: task for task in tasks}
@@ -157,22 +153,9 @@ def tensor_fault(asked: Parameters, sent: Parameters) -> str | None:
     written = {**sent, **{name: value.to(like.dtype) for name, value, like in pairs}}
     if all_finite(written.values()):
         counted = {name: value for name, value in written.items() if name.rpartition(".")[2] in NEVER_NEGATIVE}
-        if _all(value >= 0 for value in counted.values()):
+        if all_true(value >= 0 for value in counted.values()):
             return None
-        return f"{next(name for name, value in counted.items() if not _all([value >= 0]))} is negative"
+        return f"{next(name for name, value in counted.items() if not all_true([value >= 0]))} is negative"
     name = next(name for name, value in written.items() if not all_finite([value]))
     too_large = " in the model's type" if all_finite([sent[name]]) else ""
     return f"{name} is not finite{too_large}"
-
-
-def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether no number is infinite or NaN."""
-    return _all(map(torch.isfinite, tensors))
-
-
-def _all(truths: Iterable[Tensor]) -> bool:
-    """Whether all entries are true. A GPU is asked once for all tensors that it has: each answer is a wait."""
-    flags: dict[torch.device, list[Tensor]] = {}
-    for truth in truths:
-        flags.setdefault(truth.device, []).append(truth.all())
-    return all(bool(torch.stack(found).all()) for found in flags.values())

@@ -34,6 +34,9 @@ def last_module(cost: ChainCost, modules: Sequence[Module], stage: int, resource
 
     It is the largest one that fits both constraints, and never less than m:
     MemReq(w_m ∘ … ∘ w_M ∘ θ_M) ≤ R_k (Eq. 14) and FLOPs(w_m ∘ … ∘ w_M ∘ θ_M) ≤ P_k / P_min · FLOPs(w_m ∘ θ_m) (Eq. 15).
+
+    The paper's right side is P_k / P_min · FLOPs(w_m), without θ_m. Here the head counts on both, because the bound is
+    the time that module m takes on the slowest client, which trains it with its head: else that one would exceed it.
     """
     first = modules[stage].first
     allowed_flops = resources.performance / slowest * cost.flops(first, modules[stage].last)

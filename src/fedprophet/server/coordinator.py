@@ -29,8 +29,8 @@ class Engine(Protocol):
 class Accountant(Protocol):
     """An engine that keeps accounts, such as the bytes that it sent: `account` returns those since it was last asked.
 
-    They are added to a round's record. Known are `wire`, a table of bytes `sent` and `received` and of those that
-    joint training would have moved (`jfat`), and `faults`, the reasons of the clients that failed.
+    They are added to a round's record. Known are `wire`, a table of bytes `sent` and `received` and of those that it
+    takes to train the `whole_model` on as many clients, and `faults`, the reasons of the clients that failed.
     """
 
     def account(self) -> Record: ...

@@ -1,15 +1,23 @@
 """Adaptive Perturbation Adjustment (Section 6.2): how strongly a module's input features are attacked."""
 
 import math
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from pydantic import Field
 
+from fedprophet.messages.answers import Measured
+from fedprophet.server.aggregate import Aggregator
+from fedprophet.server.coordinator import Record
+from fedprophet.server.plausibility import outliers
+from fedprophet.server.rejections import number_fault, reject, sound_answers, weight_fault
 from fedprophet.settings.describe import misfit
 from fedprophet.settings.section import Section, section
 from fedprophet.settings.toml import shown
+from fedprophet.settings.values import Clients
+from fedprophet.threat import ThreatModel
 
 
 @section("perturbation")
@@ -61,9 +69,46 @@ class PerturbationSettings(Section):
             yield from ((key, "perturbation.enabled = false") for key in of_adjusting)
 
 
+@section("measure")
+class MeasureSettings(Section):
+    """Measuring max ‖Δz‖ at the end of a stage (Eq. 11)."""
+
+    steps: int = Field(default=10, ge=1, description="PGD steps of the attack that maximises ‖Δz‖.")
+    clients: Clients = Field(default="all", description="Clients that measure.")
+
+
 def accuracy_ratio(clean: float, adversarial: float) -> float:
     """Return C / A. No adversarial accuracy at all makes it infinite, which asks for more robustness."""
     return clean / adversarial if adversarial > 0 else math.inf
+
+
+def note_magnitude(
+    answers: Sequence[Measured], threat: ThreatModel, aggregator: Aggregator, record: Record
+) -> float | None:
+    """Return E[max ‖Δz‖] over the clients' training samples (Eq. 11) and note what is not counted; None without any.
+
+    It is joined by the run's rule: under the mean, as in the paper, weighted by training samples.
+    """
+    some = [answer for answer in answers if answer.weight != 0]  # others have nothing to measure on
+    sound = aggregator.believed(_sound(some, threat, record), record)
+    return aggregator.join_numbers([(each.weight, (each.magnitude,)) for each in sound])[0] if sound else None
+
+
+def _sound(answers: Sequence[Measured], threat: ThreatModel, record: Record) -> list[Measured]:
+    """Return the measured perturbations that can be counted, and note why the others cannot.
+
+    An attack that may move a feature and moves it by nothing is not one: the next module would be trained without any.
+    """
+    least = sys.float_info.min if threat.radius > 0 else 0.0
+
+    def fault(answer: Measured) -> str | None:
+        return weight_fault(answer.weight) or number_fault("measured perturbation", answer.magnitude, least)
+
+    sound = sound_answers(answers, fault, record)
+    far = outliers({answer.client: answer.magnitude for answer in sound})
+    if far:
+        reject(record, {client: f"its measured perturbation is {text}" for client, text in far.items()})
+    return [answer for answer in sound if answer.client not in far]
 
 
 @dataclass(frozen=True)
