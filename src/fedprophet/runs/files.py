@@ -18,6 +18,8 @@ class RunFiles:
         """The resolved configuration."""
         self.inputs = path / "inputs.json"
         """Fingerprints of the data and the model that the run was started with."""
+        self.start = path / "start.safetensors"
+        """The weights that a model passed in from Python began with; models that are named draw the same again."""
         self.setup = path / "setup.json"
         """What the run consists of, and the machines it was played on; a run goes on with the modules that it names."""
         self.journal = path / "journal.jsonl"

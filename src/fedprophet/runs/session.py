@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from fedprophet import data, models
 from fedprophet.cascade.atoms import Chain, chain_of
@@ -87,11 +87,13 @@ def assemble(
     dataset: Dataset | None = None,
     engine: EngineMaker = make_engine,
     recorded: RecordedModules | None = None,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> Session:
     """Build a session; `clients` is the folder where the clients' own layers are kept (None: in memory).
 
     `model` and `dataset` replace those that the configuration names. `engine` makes the run's engine; if Flower has
-    started the run, that one uses Flower's connections. `recorded` are the modules of a run that was begun before.
+    started the run, that one uses Flower's connections. `recorded` are the modules of a run that was begun before, and
+    `weights` those that `model` had then.
     """
     # Resolved here: within the block torch may have another number of threads.
     resolved = config.model_copy(update={"threads": cores(config)})
@@ -102,7 +104,7 @@ def assemble(
         layers = ClientStore(clients, LAYERS_MEMORY)
         # Where memory is limited, features are in files from the beginning, and none has to leave memory for the disk.
         features = FeatureCache(CACHE_DISK, 0) if config.memory.enforce else FeatureCache(CACHE_MEMORY, CACHE_DISK)
-        side = assemble_client(config, dataset, features, layers, model)
+        side = assemble_client(config, dataset, features, layers, model, weights)
         world = _world(config, dataset, side, recorded)
         made = engine(EngineParts(side.population, side.workspaces, world.budget, resolved, dataset, layers))
         if not isinstance(made, RemoteEngine) or not made.remote:
@@ -186,13 +188,20 @@ class ClientSide(NamedTuple):
 
 
 def assemble_client(
-    config: Config, dataset: Dataset, features: FeatureCache, layers: ClientStore | None = None, model: OwnModel = None
+    config: Config,
+    dataset: Dataset,
+    features: FeatureCache,
+    layers: ClientStore | None = None,
+    model: OwnModel = None,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> ClientSide:
     """Build the clients' side of a run. Without `layers`, their own layers stay in memory."""
     with _about("method"):
         method = METHODS[config.method]
     population = _population(config, dataset, method.distills)
     started, normalize, notes = _start(config, dataset, model)
+    if weights is not None:
+        _begin_with(started, weights)
     chain = share_norm_layers(started, config.norm.layers)
     family, more = _family(config, dataset, chain, normalize) if method.distills else ({}, ())
     frugal = config.memory.enforce
@@ -304,6 +313,23 @@ def _start(config: Config, dataset: Dataset, given: OwnModel) -> _Start:
                 f"{dataset.shape[0]}"
             )
     return _Start(chain_of(model, expected), expected, (report.summary(),))
+
+
+def _begin_with(chain: Chain, weights: Mapping[str, Tensor]) -> None:
+    """Give a model that is passed in again the weights that its run began with; refuse one that is built otherwise."""
+    ours, theirs = ({name: _kind(tensor) for name, tensor in each.items()} for each in (chain.tensors, weights))
+    different = [name for name in {**theirs, **ours} if ours.get(name) != theirs.get(name)]
+    if different:
+        name = different[0]
+        raise ModelError(
+            f"the model is not built like the one that the run was started with: there {name!r} is "
+            f"{theirs.get(name, 'not there')}, and here {ours.get(name, 'not there')}. Pass a model that is built like it"
+        )
+    chain.load(weights)
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
 
 
 def _family(
