@@ -39,13 +39,13 @@ def train(
     out: str | Path | None = None,
     overrides: Sequence[str] = (),
     observer: Observer | None = None,
-    log: Sequence[str | Tracker] = (),
+    log: str | Tracker | Sequence[str | Tracker] = (),
 ) -> TrainedRun:
     """Train and return what came out.
 
     `config` is a preset's name, a TOML file, a mapping of keys, or a `Config`. `model` and `data` replace the ones that
     the configuration names; the run's folder is `out`, or runs/NAME under the current directory. Numbers of each round
-    are logged to `log`: names such as "tensorboard", or trackers of your own.
+    are logged to `log`: a name such as "tensorboard", a tracker of your own, or several.
     """
     trackers = open_trackers(log)
     run = start(_config(config, overrides), Path(out) if out is not None else None, model, data)
@@ -60,7 +60,7 @@ def resume(
     data: Dataset | None = None,
     observer: Observer | None = None,
     from_round: int | None = None,
-    log: Sequence[str | Tracker] = (),
+    log: str | Tracker | Sequence[str | Tracker] = (),
 ) -> TrainedRun:
     """Resume a run that was stopped, or go back to the checkpoint of a round; pass a model or data of yours again.
 
