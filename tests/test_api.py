@@ -140,16 +140,16 @@ def test_a_ctrl_c_that_python_drops_stops_the_call_and_nothing_of_ours_is_left(n
 
 
 def test_resume_wants_the_same_data_and_start_again(net, data, trained, tmp_path):
-    with pytest.raises(RunStoppedError):
+    with pytest.raises(RunStoppedError, match=r"Resume it with: fedprophet\.resume\('.*run', model=…, data=…\)$"):
         fedprophet.train(SETTINGS, model=net, data=data, out=tmp_path / "run", observer=Stop())
-    with pytest.raises(ConfigError, match=r'data\.name = "custom".*fedprophet\.resume\(RUN, data=…\)'):
+    with pytest.raises(ConfigError, match=r'data\.name = "custom".*fedprophet\.resume\(RUN, model=…, data=…\)'):
         fedprophet.resume(tmp_path / "run", model=net)
     other = fedprophet.from_datasets(Pairs(60, 3), Pairs(20, 2))
     with pytest.raises(CheckpointError, match="was started with a different dataset: pass the same one, or"):
         fedprophet.resume(tmp_path / "run", model=net, data=other)
     another = Net()
     another.last = nn.Linear(16, 3, bias=False)
-    wrong = r"there 'last\.bias' is float32 of shape \(3,\), and here not there\. Pass a model that is built like it"
+    wrong = r"there 'last\.bias' is float32 of shape \(3,\), and here not there\. Pass one that is built like it"
     with pytest.raises(ModelError, match=wrong):
         fedprophet.resume(tmp_path / "run", model=another, data=data)
     fedprophet.resume(tmp_path / "run", model=net, data=data)

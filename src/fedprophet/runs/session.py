@@ -243,7 +243,7 @@ def load_dataset(config: Config, given: Dataset | None = None) -> Dataset:
             "of (image, label), with fedprophet.from_datasets(train, test)"
         )
     if config.data.name == CUSTOM:
-        raise ConfigError(_handed_over("data"))
+        raise ConfigError(_handed_over(config, "data"))
     settings = config.data
     return data.load(settings.name, settings.root or None, **settings.options)
 
@@ -308,7 +308,7 @@ def _start(config: Config, dataset: Dataset, given: OwnModel) -> _Start:
     if given is not None:
         return _Start(chain_of(deepcopy(given), normalize), normalize)
     if config.model.name == CUSTOM:
-        raise ConfigError(_handed_over("model"))
+        raise ConfigError(_handed_over(config, "model"))
     with _about("model.name"):
         model = _build(config, config.model.name, dataset, "model")
     if not config.model.weights:
@@ -400,10 +400,13 @@ def _build(config: Config, name: str, dataset: Dataset, purpose: str) -> nn.Modu
             raise ModelError(f"{error}{_channels_last(dataset.shape)}") from None
 
 
-def _handed_over(what: str) -> str:
+def _handed_over(config: Config, what: str) -> str:
+    named = {"model": config.model.name, "data": config.data.name}
+    own = ", ".join(f"{part}=…" for part, name in named.items() if name == CUSTOM)
     return (
-        f'{what}.name = "{CUSTOM}" stands for what was handed over in Python: use fedprophet.train({what}=…), '
-        f"or go on with fedprophet.resume(RUN, {what}=…)"
+        f'{what}.name = "{CUSTOM}" stands for what was handed over in Python: use fedprophet.train({own}), or, with a '
+        f"run that is there, fedprophet.resume(RUN, {own}), fedprophet.evaluate(RUN, {own}) or "
+        f"fedprophet.export(RUN, FILE, {own})"
     )
 
 
