@@ -1,5 +1,6 @@
 """The Python API: a model and data of one's own, and the same run as on the command line."""
 
+import io
 import json
 import os
 import signal
@@ -8,6 +9,7 @@ import time
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 from torch import nn
 
@@ -214,6 +216,44 @@ def test_a_run_of_an_own_model_is_packed_with_the_weights_of_its_beginning(net, 
         tmp_path / "run" / "start.safetensors"
     ).read_bytes()
     fedprophet.resume(tmp_path / "there", model=drawn_anew(), data=data)
+
+
+@pytest.fixture
+def screen(monkeypatch):
+    """What a person sees at standard error, in a terminal."""
+    written = io.StringIO()
+    monkeypatch.setattr(fedprophet.api, "console_on", lambda err: Console(file=written, force_terminal=True, width=200))
+    return written
+
+
+class Count(Observer):
+    rounds = 0
+
+    def round_done(self, record, seconds):
+        self.rounds += 1
+
+
+def test_a_terminal_shows_how_far_a_run_is(net, data, tmp_path, screen, capfd):
+    fedprophet.train(SETTINGS, model=net, data=data, out=tmp_path / "run")
+    assert "fedprophet on dataset: custom in 2 modules" in screen.getvalue()
+    assert "evaluating the trained model" in screen.getvalue()
+    assert "\x1b[?25h" in screen.getvalue().rpartition("evaluating")[2], "the cursor is back"
+    with pytest.raises(RunStoppedError):
+        fedprophet.train(SETTINGS, model=net, data=data, out=tmp_path / "stopped", observer=Stop())
+    fedprophet.resume(tmp_path / "stopped", model=net, data=data)
+    assert "going on after round 1" in screen.getvalue()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_nothing_is_shown_where_it_is_not_wanted_or_nobody_looks(net, data, tmp_path, screen, monkeypatch, capfd):
+    fedprophet.train(SETTINGS, model=net, data=data, out=tmp_path / "quiet", quiet=True)
+    count = Count()
+    fedprophet.train(SETTINGS, model=net, data=data, out=tmp_path / "observed", observer=count)
+    assert count.rounds == 4
+    assert screen.getvalue() == ""
+    monkeypatch.undo()
+    fedprophet.train(SETTINGS, model=net, data=data, out=tmp_path / "piped")
+    assert capfd.readouterr() == ("", "")
 
 
 def test_configurations_of_all_kinds(net, data, tmp_path):
