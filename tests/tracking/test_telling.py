@@ -92,8 +92,8 @@ def test_one_that_cannot_begin_is_told_before_training(small, tmp_path):
     with pytest.raises(fedprophet.FedProphetError) as told:
         fedprophet.train(small, out="run", log=[sound, Closed()])
     assert str(told.value) == (
-        "Closed cannot begin to log: PermissionError: wrong password. Nothing was trained. Correct that, or leave "
-        "--log out. Resume it with: fedprophet train --resume run"
+        "Closed cannot begin to log: PermissionError: wrong password. Nothing was trained. Correct that, or log "
+        "without it. Resume it with: fedprophet train --resume run"
     )
     assert sound.results == [None], "it is closed"
     assert not (tmp_path / "run" / "journal.jsonl").exists()
