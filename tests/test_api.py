@@ -1,5 +1,6 @@
 """The Python API: a model and data of one's own, and the same run as on the command line."""
 
+import io
 import json
 import os
 import signal
@@ -8,12 +9,14 @@ import time
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 from torch import nn
 
 import fedprophet
-from fedprophet.errors import CheckpointError, ConfigError
+from fedprophet.errors import CheckpointError, ConfigError, ModelError
 from fedprophet.runs.observer import Observer
+from fedprophet.runs.pack import pack, unpack
 from fedprophet.runs.run import RunStoppedError
 
 
@@ -139,22 +142,118 @@ def test_a_ctrl_c_that_python_drops_stops_the_call_and_nothing_of_ours_is_left(n
 
 
 def test_resume_wants_the_same_data_and_start_again(net, data, trained, tmp_path):
-    with pytest.raises(RunStoppedError):
+    with pytest.raises(RunStoppedError, match=r"Resume it with: fedprophet\.resume\('.*run', model=…, data=…\)$"):
         fedprophet.train(SETTINGS, model=net, data=data, out=tmp_path / "run", observer=Stop())
-    with pytest.raises(ConfigError, match=r'data\.name = "custom".*fedprophet\.resume\(RUN, data=…\)'):
+    with pytest.raises(ConfigError, match=r'data\.name = "custom".*fedprophet\.resume\(RUN, model=…, data=…\)'):
         fedprophet.resume(tmp_path / "run", model=net)
     other = fedprophet.from_datasets(Pairs(60, 3), Pairs(20, 2))
     with pytest.raises(CheckpointError, match="was started with a different dataset: pass the same one, or"):
         fedprophet.resume(tmp_path / "run", model=net, data=other)
     another = Net()
-    another.one[1].running_mean.fill_(0.5)
-    with pytest.raises(CheckpointError, match="was started with a different model: pass the same one, or"):
+    another.last = nn.Linear(16, 3, bias=False)
+    wrong = r"there 'last\.bias' is float32 of shape \(3,\), and here not there\. Pass one that is built like it"
+    with pytest.raises(ModelError, match=wrong):
         fedprophet.resume(tmp_path / "run", model=another, data=data)
-    with pytest.raises(CheckpointError, match="a different dataset and a different model: pass the same ones, or"):
-        fedprophet.resume(tmp_path / "run", model=another, data=other)
     fedprophet.resume(tmp_path / "run", model=net, data=data)
     for file in ("journal.jsonl", "model.safetensors", "results.json"):
         assert (tmp_path / "run" / file).read_bytes() == (trained.path / file).read_bytes()
+
+
+class Never(Observer):
+    def started(self, session, path, round):
+        raise KeyboardInterrupt
+
+
+def drawn_anew():
+    """A model as a new process builds it without a seed: no weight, and no statistic, is what it was."""
+    model = Net()
+    model.one[1].running_mean.fill_(0.5)
+    return model
+
+
+@pytest.mark.parametrize("changes", [{}, {"norm": {"newcomers": "average"}}, {"method": "jfat"}])
+@pytest.mark.parametrize("stop", [Stop, Never])
+def test_a_model_with_other_weights_goes_on_like_one_that_never_stopped(net, data, tmp_path, changes, stop):
+    """With one client a round, clients that begin after the resume must begin as the run's model did."""
+    settings = {**SETTINGS, **changes, "rounds": 3, "population": {"clients": 4, "cohort": 1}}
+    fedprophet.train(settings, model=net, data=data, out=tmp_path / "whole")
+    with pytest.raises((RunStoppedError, KeyboardInterrupt)):
+        fedprophet.train(settings, model=net, data=data, out=tmp_path / "run", observer=stop())
+    fedprophet.resume(tmp_path / "run", model=drawn_anew(), data=data)
+    for file in ("journal.jsonl", "model.safetensors", "results.json"):
+        assert (tmp_path / "run" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+    fedprophet.export(tmp_path / "run", tmp_path / "out.safetensors", model=drawn_anew(), data=data)
+    assert (tmp_path / "out.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
+
+
+def test_weights_of_the_beginning_that_are_lost_or_altered_are_noticed(net, data, tmp_path):
+    run = tmp_path / "run"
+    with pytest.raises(RunStoppedError):
+        fedprophet.train(SETTINGS, model=net, data=data, out=run, observer=Stop())
+    start = run / "start.safetensors"
+    whole = start.read_bytes()
+    for content in (b"", whole[:-1] + b"\x07"):
+        start.write_bytes(content)
+        for call in (fedprophet.resume, fedprophet.evaluate):
+            with pytest.raises(
+                CheckpointError, match=r"start\.safetensors, the weights that .* was altered\. Put it back"
+            ):
+                call(run, model=net, data=data)
+    start.unlink()
+    with pytest.raises(
+        CheckpointError, match=r"start\.safetensors, which holds .* is lost\. Put it back from a copy, or"
+    ):
+        fedprophet.resume(run, model=drawn_anew(), data=data)
+    fedprophet.resume(run, model=net, data=data)
+
+
+def test_a_run_of_an_own_model_is_packed_with_the_weights_of_its_beginning(net, data, tmp_path):
+    with pytest.raises(RunStoppedError):
+        fedprophet.train(SETTINGS, model=net, data=data, out=tmp_path / "run", observer=Stop())
+    pack(tmp_path / "run", tmp_path / "parts", 10**6)
+    unpack(tmp_path / "parts", tmp_path / "there")
+    assert (tmp_path / "there" / "start.safetensors").read_bytes() == (
+        tmp_path / "run" / "start.safetensors"
+    ).read_bytes()
+    fedprophet.resume(tmp_path / "there", model=drawn_anew(), data=data)
+
+
+@pytest.fixture
+def screen(monkeypatch):
+    """What a person sees at standard error, in a terminal."""
+    written = io.StringIO()
+    monkeypatch.setattr(fedprophet.api, "console_on", lambda err: Console(file=written, force_terminal=True, width=200))
+    return written
+
+
+class Count(Observer):
+    rounds = 0
+
+    def round_done(self, record, seconds):
+        self.rounds += 1
+
+
+def test_a_terminal_shows_how_far_a_run_is(net, data, tmp_path, screen, capfd):
+    fedprophet.train(SETTINGS, model=net, data=data, out=tmp_path / "run")
+    assert "fedprophet on dataset: custom in 2 modules" in screen.getvalue()
+    assert "evaluating the trained model" in screen.getvalue()
+    assert "\x1b[?25h" in screen.getvalue().rpartition("evaluating")[2], "the cursor is back"
+    with pytest.raises(RunStoppedError):
+        fedprophet.train(SETTINGS, model=net, data=data, out=tmp_path / "stopped", observer=Stop())
+    fedprophet.resume(tmp_path / "stopped", model=net, data=data)
+    assert "going on after round 1" in screen.getvalue()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_nothing_is_shown_where_it_is_not_wanted_or_nobody_looks(net, data, tmp_path, screen, monkeypatch, capfd):
+    fedprophet.train(SETTINGS, model=net, data=data, out=tmp_path / "quiet", quiet=True)
+    count = Count()
+    fedprophet.train(SETTINGS, model=net, data=data, out=tmp_path / "observed", observer=count)
+    assert count.rounds == 4
+    assert screen.getvalue() == ""
+    monkeypatch.undo()
+    fedprophet.train(SETTINGS, model=net, data=data, out=tmp_path / "piped")
+    assert capfd.readouterr() == ("", "")
 
 
 def test_configurations_of_all_kinds(net, data, tmp_path):

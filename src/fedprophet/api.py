@@ -1,7 +1,7 @@
 """FedProphet from Python: the same runs as on the command line, with a model and data of your own."""
 
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,9 @@ from typing import Any
 from fedprophet.attacks.names import parse_attacks
 from fedprophet.config.config import Config
 from fedprophet.config.load import load_config, parse_config
+from fedprophet.console import console_on
 from fedprophet.data.dataset import Dataset
+from fedprophet.display.progress import observer_for
 from fedprophet.errors import ConfigError
 from fedprophet.interrupts import dropped_signals_return
 from fedprophet.runs.evaluation import check_samples, evaluate_run, parse_kinds
@@ -39,17 +41,21 @@ def train(
     out: str | Path | None = None,
     overrides: Sequence[str] = (),
     observer: Observer | None = None,
-    log: Sequence[str | Tracker] = (),
+    log: str | Tracker | Sequence[str | Tracker] = (),
+    quiet: bool = False,
 ) -> TrainedRun:
     """Train and return what came out.
 
     `config` is a preset's name, a TOML file, a mapping of keys, or a `Config`. `model` and `data` replace the ones that
     the configuration names; the run's folder is `out`, or runs/NAME under the current directory. Numbers of each round
-    are logged to `log`: names such as "tensorboard", or trackers of your own.
+    are logged to `log`: a name such as "tensorboard", a tracker of your own, or several.
+
+    In a terminal, standard error shows how far the run is, as the command line does. `quiet` leaves that out; an
+    `observer` of your own is told instead.
     """
     trackers = open_trackers(log)
     run = start(_config(config, overrides), Path(out) if out is not None else None, model, data)
-    return _played(run, observer, trackers)
+    return _played(run, observer, trackers, quiet)
 
 
 @dropped_signals_return()
@@ -60,20 +66,29 @@ def resume(
     data: Dataset | None = None,
     observer: Observer | None = None,
     from_round: int | None = None,
-    log: Sequence[str | Tracker] = (),
+    log: str | Tracker | Sequence[str | Tracker] = (),
+    quiet: bool = False,
 ) -> TrainedRun:
     """Resume a run that was stopped, or go back to the checkpoint of a round; pass a model or data of yours again.
 
-    A run remembers no trackers: name them again in `log`, and they go on where they were.
+    A run remembers no trackers: name them again in `log`, and they go on where they were. `observer` and `quiet` are
+    those of `train`.
     """
     trackers = open_trackers(log)
-    return _played(reopen(Path(path), model, data, round=from_round), observer, trackers)
+    return _played(reopen(Path(path), model, data, round=from_round), observer, trackers, quiet)
 
 
-def _played(run: Run, observer: Observer | None, trackers: Sequence[Tracker]) -> TrainedRun:
-    observer = observer or Observer()
-    with Tracking(trackers, observer.note) as tracking:
-        return TrainedRun(run.files.path, play(run, Observers(observer, tracking)))
+def _played(run: Run, observer: Observer | None, trackers: Sequence[Tracker], quiet: bool) -> TrainedRun:
+    with _shown(observer, quiet) as shown, Tracking(trackers, shown.note) as tracking:
+        return TrainedRun(run.files.path, play(run, Observers(shown, tracking)))
+
+
+def _shown(observer: Observer | None, quiet: bool) -> AbstractContextManager[Observer]:
+    """Return who is told of a run: the given observer, else the live display in a terminal, else nobody."""
+    console = console_on(err=True)
+    if observer is None and console.is_terminal and not quiet:
+        return observer_for(console)
+    return nullcontext(observer or Observer())
 
 
 @dropped_signals_return()

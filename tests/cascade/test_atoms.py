@@ -947,6 +947,14 @@ def test_explicit_chains_that_do_not_fit():
     for names in (("a", "a"), ("a", "a.b"), ("a.b", "a"), ("", "b"), ("forward", "b"), ("a..b", "c")):
         with pytest.raises(ModelError, match="part name"):
             explicit_chain([(names[0], nn.Linear(2, 2)), (names[1], nn.Linear(2, 2))])
+    for parts, wrong in (
+        ([nn.Flatten(), linear], r"part 1 of .* is a Flatten, not a pair: pass \(\"name\", module\) pairs"),
+        ([("one", linear), "two"], "part 2 of .* is a str, not a pair"),
+        ([("one", nn.Linear)], r"part 'one' is the class Linear\. Pass a module of it: Linear\(…\)"),
+        (linear, "made of parts, not of one Linear"),
+    ):
+        with pytest.raises(ModelError, match=wrong):
+            explicit_chain(parts)
     with pytest.raises(ModelError, match=r"'one.weight' is used by atoms 'one' and 'two'"):
         explicit_chain([("one", linear), ("two", linear)])
 

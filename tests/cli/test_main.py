@@ -98,8 +98,11 @@ MISTAKES = {
         "model.name=vgg16",
         "vgg16 needs images of at least 32×32 pixels (it halves them five times), not 8×8",
     ),
-    "data of one's own": ("data.name=custom", "use fedprophet.train(data=…), or go on with fedprophet.resume(RUN, "),
-    "a model of one's own": ("model.name=custom", "use fedprophet.train(model=…), or go on with fedprophet.resume("),
+    "data of one's own": (
+        "data.name=custom",
+        "use fedprophet.train(data=…), or, with a run that is there, fedprophet.res",
+    ),
+    "a model of one's own": ("model.name=custom", "fedprophet.export(RUN, FILE, model=…)"),
 }
 
 

@@ -28,6 +28,22 @@ def test_the_default_is_the_digits_preset() -> None:
     assert load_config().attack.radius == 0.15
 
 
+def test_a_mapping_may_have_keys_with_dots_as_overrides_have() -> None:
+    nested = parse_config({"rounds": 3, "train": {"iterations": 1, "batch": 8}, "model": {"options": {"width": 8}}})
+    assert parse_config({"rounds": 3, "train.iterations": 1, "train.batch": 8, "model.options.width": 8}) == nested
+    settings = {"rounds": 3, "train": {"iterations": 5, "batch": 8}, "model.options": {"width": 8}}
+    assert parse_config({**settings, "train.iterations": 1}) == nested, "as with --set, the whole key counts"
+    assert settings["train"] == {"iterations": 5, "batch": 8}
+    assert parse_config({"method": "jfat", "methods": {"jfat": {"train.batch": 4}}}).train.batch == 4
+    for key, text in (
+        ("train.iteration", "'train.iterations'"),
+        ("rounds.", "unknown key"),
+        ("trian.batch", "'train'"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            parse_config({key: 1})
+
+
 # Overrides -----------------------------------------------------------------------------------------------------------
 
 

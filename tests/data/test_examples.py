@@ -57,12 +57,20 @@ def test_images_without_channels_get_one():
     assert MapExamples(Pairs(torch.zeros(2, 5, 6), [0, 1])).fetch(indices(0)).shape == (1, 1, 5, 6)
 
 
+NAN, INF = float("nan"), float("inf")
+
+
 @pytest.mark.parametrize(
     ("images", "labels", "message"),
     [
         (torch.tensor([[0.5], [1.1]]), [0, 1], r"must lie in \[0, 1\], not in \[0.5, 1.1\]"),
         (torch.tensor([[-0.1], [1.0]]), [0, 1], r"not in \[-0.1, 1\]"),
-        (torch.tensor([[0.5], [float("nan")]]), [0, 1], r"must lie in \[0, 1\]"),
+        (
+            torch.tensor([[0.5], [NAN], [2.0], [INF]]),
+            [0] * 4,
+            r"^image 1 has .* not numbers, or infinite \(2 of 4 images\)",
+        ),
+        (torch.tensor([[0.5], [-INF]]), [0, 1], r"^image 1 has .* \(1 of 2 images\)"),
         (torch.tensor([[5], [6]]), [0, 1], "uint8 or floating point, not int64"),
         (torch.zeros(2), [0, 1], r"batch first.*\(2,\)"),
         (torch.zeros(3, 1), [0, 1], "3 images but 2 labels"),
@@ -81,6 +89,11 @@ def test_bad_tensors(images, labels, message):
 
 
 # ---------------------------------------------------------------- map-style datasets
+
+
+def test_a_picture_with_values_that_are_no_numbers_is_named():
+    with pytest.raises(DataError, match=r"^image 0 has values that are not numbers, or infinite$"):
+        MapExamples(Pairs(torch.full((2, 1, 2, 2), NAN), [0, 1]))
 
 
 def test_labels_are_read_once_and_images_on_demand():

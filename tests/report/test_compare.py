@@ -270,6 +270,17 @@ def test_which_accuracies_were_not_measured_under_autoattack_is_said(write_run, 
     ]
 
 
+def test_a_model_of_ones_own_is_measured_and_resumed_in_python(write_run, tmp_path):
+    found = {"autoattack": {"accuracy": 0.2, "samples": 50}}
+    own = ("model.name=custom", "data.name=custom")
+    measured = write_run("own", "jfat", *own, evaluation={"round": 2, "personalised": found, "global": {}})
+    stopped = write_run("stopped", "feddf", "distillation.family=['cnn3','custom']", *own, finished=False)
+    notes = "\n".join(note for setting in compare([measured, stopped]).settings for note in setting_notes(setting))
+    path = tmp_path / "own"
+    assert f"Measure it: fedprophet.evaluate('{path}', 'autoattack', of='global', model=…, data=…)" in notes
+    assert f"Resume it with: fedprophet.resume('{tmp_path / 'stopped'}', model=…, data=…)" in notes
+
+
 def test_what_has_no_checkpoints_is_not_to_be_measured(write_run, tmp_path):
     """Kept results, whose models are elsewhere: of two rows without AutoAttack, the second can be measured."""
     for name, method in (("kept", "jfat"), ("whole", "feddf")):

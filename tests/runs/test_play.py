@@ -543,7 +543,7 @@ def test_a_model_of_ones_own_is_left_as_it_is_and_handed_over_again_to_resume(
     with pytest.raises(RunStoppedError):
         play(start(config, tmp_path / "model", model=net), stop(after_round=2))
     assert same_tensors(dict(net.state_dict()), before)
-    with pytest.raises(ConfigError, match=r"go on with fedprophet\.resume\(RUN, model=…\)"):
+    with pytest.raises(ConfigError, match=r"with a run that is there, fedprophet\.resume\(RUN, model=…\), "):
         reopen(tmp_path / "model")
     play(reopen(tmp_path / "model", model=net))
     play(start(config, tmp_path / "undisturbed", model=net))

@@ -9,7 +9,7 @@ from fedprophet.cascade.atoms import chain_of
 from fedprophet.cascade.cost import ChainCost
 from fedprophet.client.planned_cost import MeasuredCost
 from fedprophet.data.dataset import from_tensors
-from fedprophet.errors import ConfigError, ModelError
+from fedprophet.errors import ConfigError, DataError, ModelError
 from fedprophet.messages.values import BACKBONE, SERVER
 from fedprophet.models import build
 from fedprophet.runs.session import assemble
@@ -33,6 +33,69 @@ def test_weights_that_do_not_fit_are_refused_with_the_key(tiny, tmp_path) -> Non
     save_file({"something.else": torch.zeros(2)}, tmp_path / "other.safetensors")
     with pytest.raises(ModelError, match=r"^model\.weights: "):
         assemble(tiny({"model.weights": str(tmp_path / "other.safetensors")}))
+
+
+# What is passed in from Python.
+
+
+class Small(nn.Module):
+    def __init__(self, channels=1):
+        super().__init__()
+        self.stem = nn.Conv2d(channels, 4, 3)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.stem(x).mean((2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (Small, r"^model is the class Small\. Pass a model of it: model=Small\(\)$"),
+        (
+            "vgg-smal",
+            r"^model is the text 'vgg-smal': unknown model 'vgg-smal'\. Did you mean 'vgg-small'\?.* settings",
+        ),
+        ("vgg16", r"^model is the text 'vgg16'\. A model that ships is named in the settings, as in \{\"model\": "),
+        (Small().state_dict(), "^model is of type OrderedDict, and must be an nn.Module or an explicit chain"),
+        (Small().double(), r"^stem\.weight is float64; FedProphet trains float32: call model\.float\(\)$"),
+        (chain_of(Small().half()), r"^stem\.weight is float16; FedProphet trains float32"),
+    ],
+)
+def test_what_is_no_model_to_train_is_refused(tiny, given, message) -> None:
+    with pytest.raises(ModelError, match=message):
+        assemble(tiny(), model=given, dataset=_images())
+
+
+@pytest.mark.parametrize("given", [(torch.rand(2, 1, 8, 8), torch.arange(2)), torch.utils.data.DataLoader([1])])
+def test_what_is_no_dataset_is_refused(tiny, given) -> None:
+    message = (
+        rf"^data is a {type(given).__name__}, and must be a dataset .*from_tensors\(.*from_datasets\(train, test\)$"
+    )
+    with pytest.raises(DataError, match=message):
+        assemble(tiny(), model=Small(), dataset=given)
+
+
+def test_a_model_that_the_data_do_not_fit_is_told_of_which_they_are(tiny) -> None:
+    digits = r"The dataset 'digits' has images of 1x8x8 and 10 classes: pass one of your own with data=…$"
+    for model, what in ((Small(), "has shape .*x2; 10 classes need"), (Small(3), "does not run on an input of shape")):
+        with pytest.raises(ModelError, match=f"{what}.*{digits}"):
+            assemble(tiny(), model=model)
+    own = tiny({"data.name": "custom"})
+    with pytest.raises(ModelError, match=r"The dataset 'tensors' has images of 1x32x32 and 2 classes$"):
+        assemble(own, model=Small(3), dataset=_images())
+
+
+@pytest.mark.parametrize(
+    ("shape", "hinted"),
+    [((8, 8, 3), True), ((8, 8, 1), True), ((3, 8, 3), False), ((2, 8, 8), False), ((12, 3), False)],
+)
+def test_channels_that_seem_to_be_last_are_pointed_out(tiny, shape, hinted) -> None:
+    images, labels = torch.rand(8, *shape), torch.arange(8) % 2
+    data = from_tensors(images, labels, images, labels)
+    with pytest.raises(ModelError, match="does not run on") as raised:
+        assemble(tiny(), model=Small(5), dataset=data)
+    assert str(raised.value).endswith("pass images.permute(0, 3, 1, 2)") == hinted
 
 
 # Families of models, which feddf and fedet train.

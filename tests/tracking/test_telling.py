@@ -92,8 +92,8 @@ def test_one_that_cannot_begin_is_told_before_training(small, tmp_path):
     with pytest.raises(fedprophet.FedProphetError) as told:
         fedprophet.train(small, out="run", log=[sound, Closed()])
     assert str(told.value) == (
-        "Closed cannot begin to log: PermissionError: wrong password. Nothing was trained. Correct that, or leave "
-        "--log out. Resume it with: fedprophet train --resume run"
+        "Closed cannot begin to log: PermissionError: wrong password. Nothing was trained. Correct that, or log "
+        "without it. Resume it with: fedprophet train --resume run"
     )
     assert sound.results == [None], "it is closed"
     assert not (tmp_path / "run" / "journal.jsonl").exists()
@@ -112,13 +112,22 @@ def test_a_stopped_run_closes_its_trackers(small):
 
 
 def test_unknown_names_are_refused_before_anything_is_written(small, tmp_path):
-    with pytest.raises(fedprophet.FedProphetError, match=r"'tensorbord'\. Did you mean 'tensorboard'\?"):
-        fedprophet.train(small, out="run", log=["tensorbord"])
+    for log in ("tensorbord", ["tensorbord"]):
+        with pytest.raises(fedprophet.FedProphetError, match=r"^log: .*'tensorbord'\. Did you mean 'tensorboard'\?"):
+            fedprophet.train(small, out="run", log=log)
+    with pytest.raises(fedprophet.FedProphetError, match=r"^log: 5 is neither a name, such as 'tensorboard', nor a"):
+        fedprophet.train(small, out="run", log=5)
     assert not (tmp_path / "run").exists()
 
 
 def test_a_name_that_is_given_twice_counts_once():
     assert len(open_trackers(["tensorboard", "tensorboard"])) == 1
+
+
+def test_one_name_and_one_tracker_need_no_list():
+    tracker = Tracker()
+    assert open_trackers(tracker) == [tracker]
+    assert len(open_trackers("tensorboard")) == 1
 
 
 def test_what_trackers_remember(tmp_path):

@@ -5,7 +5,7 @@ state-dict names stay those of the model. `chain_of` finds the atoms; `explicit_
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -209,7 +209,8 @@ def explicit_chain(atoms: Sequence[tuple[str, nn.Module]] | nn.Sequential, norma
         # Not named_children, which skips the second place of a module that has two.
         parts = [(name, part) for name, part in atoms._modules.items() if part is not None]
     else:
-        model, parts = ExplicitModel(atoms), list(atoms)
+        parts = _named_parts(atoms)
+        model = ExplicitModel(parts)
     if not parts:
         raise ModelError("an explicit chain needs at least one part")
     counts: Counter[str] = Counter()
@@ -222,6 +223,23 @@ def explicit_chain(atoms: Sequence[tuple[str, nn.Module]] | nn.Sequential, norma
         )
     used = [frozenset(id(t) for t in (*module.parameters(), *module.buffers())) for _, module in parts]
     return _chain(model, built, used, normalize)
+
+
+def _named_parts(atoms: object) -> list[tuple[str, nn.Module]]:
+    """Return the parts of an explicit chain; raise ModelError where one has no name, or is no module."""
+    wanted = 'pass ("name", module) pairs, as in [("stem", stem), ("head", head)], or an nn.Sequential'
+    if not isinstance(atoms, Iterable):
+        raise ModelError(f"an explicit chain is made of parts, not of one {type(atoms).__name__}: {wanted}")
+    parts = list(atoms)
+    for number, part in enumerate(parts, start=1):
+        match part:
+            case (str(), nn.Module()):
+                pass
+            case (str(name), kind) if isinstance(kind, type):
+                raise ModelError(f"part {name!r} is the class {kind.__name__}. Pass a module of it: {kind.__name__}(…)")
+            case _:
+                raise ModelError(f"part {number} of an explicit chain is a {type(part).__name__}, not a pair: {wanted}")
+    return parts
 
 
 class ExplicitModel(nn.Module):

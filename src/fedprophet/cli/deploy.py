@@ -250,7 +250,7 @@ def run(
       fedprophet deploy run pilot --log tensorboard
     """
     pilot = _pilot(folder)
-    open_trackers(log or ())  # the server, on this machine, opens its own
+    open_trackers(log or (), "--log")  # the server, on this machine, opens its own
     from fedprophet.deploy import launch
     from fedprophet.deploy.control import connected
     from fedprophet.deploy.pilot import check_names

@@ -50,7 +50,7 @@ def train_command(
 
       fedprophet train digits --log tensorboard
     """
-    trackers = open_trackers(log or ())
+    trackers = open_trackers(log or (), "--log")
     run = _open(preset, with_method(settings, method=method, engine=engine), out, resume, from_round)
     with observer_for(console_on(err=json_)) as display, Tracking(trackers, display.note) as tracking:
         results = play(run, Observers(display, tracking))

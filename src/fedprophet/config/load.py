@@ -84,13 +84,27 @@ def _with_chosen(config: Config, keys: Collection[str]) -> Config:
 
 def _for_method(data: Mapping[str, Any], place: str, method: object = None) -> dict[str, Any]:
     """Return a table in which the settings for single methods are replaced by those for the run's method."""
-    rest = with_new_names(data)
+    rest = with_new_names(_nested(data))
     tables = rest.pop(PER_METHOD, {})
     problems = list(_method_problems(tables, place))
     if problems:
         raise ConfigError("\n".join(problems))
     chosen = rest.get("method", Config.model_fields["method"].default) if method is None else method
-    return merged(rest, with_new_names(tables.get(chosen, {})) if isinstance(chosen, str) else {})
+    return merged(rest, with_new_names(_nested(tables.get(chosen, {}))) if isinstance(chosen, str) else {})
+
+
+def _nested(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a table in which a key such as "train.batch" is the key `batch` of the table `train`, as in overrides.
+
+    Where both are there it counts, as overrides do: whoever adds it to a table of settings means to change them.
+    """
+    result = dict(data)
+    for name, value in data.items():
+        path = name.split(".") if isinstance(name, str) else []
+        if len(path) > 1 and all(path) and isinstance(result.get(path[0], {}), Mapping):
+            del result[name]
+            assign(result, path, value)
+    return result
 
 
 def _method_problems(tables: object, place: str) -> Iterator[str]:
@@ -108,7 +122,7 @@ def _method_problems(tables: object, place: str) -> Iterator[str]:
         elif "method" in table:
             yield misfit(f"{where}.method", table["method"], "any other key: the table's name is the method", origin)
         else:
-            yield from _key_problems(with_new_names(table), ", ".join(filter(None, (place, f"[{where}]"))))
+            yield from _key_problems(with_new_names(_nested(table)), ", ".join(filter(None, (place, f"[{where}]"))))
 
 
 def _key_problems(table: Mapping[str, Any], place: str) -> Iterator[str]:

@@ -142,8 +142,22 @@ def _unit_range(images: Tensor, what: str) -> Tensor:
         low, high = (float(value) for value in images.aminmax())
         # A NaN anywhere makes both comparisons false.
         if not (low >= 0 and high <= 1):
+            _check_finite(images, what)
             raise DataError(f"{what} must lie in [0, 1], not in [{low:g}, {high:g}]: normalisation is the model's part")
     return images.to(torch.float32)
+
+
+def _check_finite(images: Tensor, what: str) -> None:
+    """Raise DataError where a value is infinite or not a number; what is not one image ("images") are several."""
+    broken = ~images.isfinite()
+    if not bool(broken.any()):
+        return
+    if what == "images":
+        rows = broken.flatten(1).any(1).nonzero().flatten().tolist()
+        what, several = f"image {rows[0]}", f" ({len(rows)} of {len(images)} images)"
+    else:
+        several = ""
+    raise DataError(f"{what} has values that are not numbers, or infinite{several}")
 
 
 def _as_tensor(values: Any, wanted: str) -> Tensor:

@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 
 from fedprophet.display.numbers import counted, percent
 from fedprophet.methods import METHODS, reads
@@ -21,7 +22,7 @@ from fedprophet.report.compare import (
 from fedprophet.report.runs import DEPLOYED
 from fedprophet.runs.evaluator import KINDS, Kind
 from fedprophet.runs.files import RunFiles
-from fedprophet.storage.files import how_to_resume
+from fedprophet.storage.files import how_to_resume, in_python
 
 READING = (
     "Personalised: on each client's own held-out data, as in the paper. "
@@ -221,9 +222,15 @@ def _unattacked(setting: Setting) -> Iterator[str]:
         # What is kept of a run whose model is elsewhere has none.
         whole = (run.path for row in without for run in row.runs if RunFiles(run.path).checkpoints.is_dir())
         path = next(whole, None)
-        command = f"fedprophet evaluate {shlex.quote(str(path))} --attack autoattack"
-        alone = "" if kinds == possible else f" --of {kinds[0]}"
-        yield said if path is None else f"{said} Measure {them}: {command}{alone}"
+        yield said if path is None else f"{said} Measure {them}: {_measuring(path, kinds, possible)}"
+
+
+def _measuring(path: Path, kinds: tuple[Kind, ...], possible: tuple[Kind, ...]) -> str:
+    """Return what measures a run's accuracies under AutoAttack: a command or, with a model of the user's, a call."""
+    of = {} if kinds == possible else {"of": kinds[0]}
+    flags = "".join(f" --{name} {value}" for name, value in of.items())
+    command = f"fedprophet evaluate {shlex.quote(str(path))} --attack autoattack{flags}"
+    return in_python("evaluate", path, "autoattack", **of) or command
 
 
 def _speedups(setting: Setting) -> Iterator[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fedprophet.errors import CheckpointError
-from fedprophet.storage.files import IDENTITY, file_hash, how_to_resume, parse_json
+from fedprophet.storage.files import CONFIG, IDENTITY, file_hash, how_to_resume, parse_json
 
 
 class RunFiles:
@@ -14,10 +14,12 @@ class RunFiles:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config = path / "config.toml"
+        self.config = path / CONFIG
         """The resolved configuration."""
         self.inputs = path / "inputs.json"
         """Fingerprints of the data and the model that the run was started with."""
+        self.start = path / "start.safetensors"
+        """The weights that a model passed in from Python began with; models that are named draw the same again."""
         self.setup = path / "setup.json"
         """What the run consists of, and the machines it was played on; a run goes on with the modules that it names."""
         self.journal = path / "journal.jsonl"

@@ -152,6 +152,8 @@ def _contents(files: RunFiles, layers: ClientStore, loaded: Loaded[Raw]) -> Iter
     for file in (files.config, files.inputs, files.setup, files.tracking, files.flower):
         if file.exists():
             yield _File(file.name, file.read_bytes(), "text")
+    if files.start.exists():
+        yield _File(files.start.name, files.start.read_bytes(), "tensors")
     for file, mark in ((files.journal, loaded.folder.journal), (files.timings, loaded.folder.timings)):
         if file.exists():
             yield _File(file.name, _up_to(file, mark), "text")

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from fedprophet.errors import CheckpointError, TemporaryFileError, TrainingError
-from fedprophet.messages.modules import digest
 from fedprophet.methods.base import MethodState
 from fedprophet.runs.asking import WatchedEngine
+from fedprophet.runs.beginning import check_inputs
 from fedprophet.runs.engine_history import EngineUse, change, engine_in_use, spans
 from fedprophet.runs.export import exported_model, write_tensors
-from fedprophet.runs.files import RunFiles, is_finished, model_fits, other_model, read_json, read_results, resume_hint
+from fedprophet.runs.files import RunFiles, is_finished, model_fits, other_model, read_results, resume_hint
 from fedprophet.runs.folder import FolderContents, read_identity
 from fedprophet.runs.journal import Journal, timings_of
 from fedprophet.runs.observer import Observer
@@ -38,7 +38,7 @@ def play(run: Run, observer: Observer | None = None) -> Mapping[str, Any]:
         raise CheckpointError(f"another process is working on {path}: wait for it, or stop it first")
 
     with _told_how_to_resume(path), closing(run.session), folder_lock(path, refuse):
-        with closing(_Keeper(run, _check_inputs(run))) as keeper:
+        with closing(_Keeper(run, check_inputs(run.files, run.session))) as keeper:
             observer.started(run.session, path, run.state.round)
             for note in (*run.notes, *_engine_change(run)):
                 observer.note(note)
@@ -58,25 +58,6 @@ def _told_how_to_resume(path: Path) -> Iterator[None]:
         yield
     except TemporaryFileError as error:
         raise TemporaryFileError(f"{error}. {resume_hint(path)}") from error
-
-
-def _check_inputs(run: Run) -> Mapping[str, str]:
-    """Refuse other data or another starting model than the run began with; return their fingerprints."""
-    file, session = run.files.inputs, run.session
-    ours = {
-        "dataset": session.dataset.digest(),
-        "model": digest({**session.world.initial_model(), **session.world.initial_layers}),
-    }
-    if not file.exists():
-        write_json(file, ours)
-    theirs = read_json(file)
-    different = [name for name in ours if ours[name] != theirs.get(name)]
-    if different:
-        raise CheckpointError(
-            f"{run.files.path} was started with a different {' and a different '.join(different)}: "
-            f"pass the same {'one' if len(different) == 1 else 'ones'}, or start a new run"
-        )
-    return ours
 
 
 def _engine_change(run: Run) -> Iterator[str]:

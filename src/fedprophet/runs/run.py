@@ -15,6 +15,7 @@ from fedprophet.engines.registry import EngineMaker
 from fedprophet.errors import CheckpointError, ConfigError, TrainingError
 from fedprophet.messages.modules import kinds_of
 from fedprophet.methods.base import MethodState
+from fedprophet.runs.beginning import check_start, starting_weights
 from fedprophet.runs.checkpoint import Checkpoints
 from fedprophet.runs.files import RunFiles, is_finished, model_fits, resume_hint
 from fedprophet.runs.folder import FolderContents, check_folder
@@ -179,11 +180,13 @@ def _opened(
     config = load_config(files.config)
     checkpoints = checkpoints_of(files, config)
     recorded = recorded_modules(files) if checkpoints.present() else None
-    session = assemble(config, files.clients, model, dataset, engine, recorded)
+    weights = starting_weights(files) if model is not None else None
+    session = assemble(config, files.clients, model, dataset, engine, recorded, weights)
     if not checkpoints.present() and not round:
         session.layers.expect({})
         return Run(files, session, session.method.initial(), (*session.notes, *_without_checkpoints(files)))
     state, number, notes, known = checkpoints.load(session.method.state, round)
     _expect_fitting(state, session, f"the checkpoint of round {number} in {path}", files, recorded is not None)
+    check_start(files, session, known.inputs)
     more = check_folder(files, session.layers, known, to_read)
     return Run(files, session, state, (*session.notes, *notes, *more), contents=known)

@@ -133,8 +133,11 @@ def _unknown_key(model: Model, key: str, origin: str) -> str:
 
     At the top level, which is mostly sections, the same name in one of them is nearer than a section's name.
     """
+    known = {where: table for where, table, _ in tables(model)}
     section, _, name = key.rpartition(".")
-    names = list(next(table for where, table, _ in tables(model) if where == section).model_fields)
+    if section not in known:
+        section, name = "", key  # a name with dots of its own, such as "rounds."
+    names = list(known[section].model_fields)
     initials = [other for other in names if "".join(word[0] for word in other.split("_")) == name]
     elsewhere = [f"{where}.{name}".strip(".") for where, _, fields in tables(model) if name in fields]
     near = [f"{section}.{guess}".strip(".") for guess in (*nearest(name, names), *initials)]

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import shlex
+import tomllib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import cache
@@ -20,6 +21,10 @@ IDENTITY = "flower.json"
 """A run's file on Flower: the id that its nodes know it by, and whether they are real devices."""
 PILOT = "deploy.toml"
 """A pilot's file; its runs are in runs/ beside it."""
+CONFIG = "config.toml"
+"""A run's configuration."""
+OWN = "custom"
+"""The name there of a model or of data that were passed in from Python: `settings.values.CUSTOM`."""
 TRY_AGAIN = "Make room there or correct its permissions, then try again"
 
 
@@ -188,7 +193,10 @@ def is_deployed(run: Path) -> bool:
 
 
 def how_to_resume(run: Path, round: int | None = None) -> str:
-    """Return the command that resumes a run, quoted for a shell; with a `round`, from that one's checkpoint."""
+    """Return the command that resumes a run, quoted for a shell; with a `round`, from that one's checkpoint.
+
+    A run with a model or data of the user's goes on in Python alone.
+    """
     back = "" if round is None else f" --from-round {round}"
     whole = run.absolute()
     pilot = whole.parent.parent
@@ -202,4 +210,19 @@ def how_to_resume(run: Path, round: int | None = None) -> str:
     if deployed:
         settings = f'out="{whole}" resume=true' + ("" if round is None else f" from-round={round}")
         return f"flwr run APP SERVER --run-config {shlex.quote(settings)}"
-    return f"fedprophet train --resume {shlex.quote(str(run))}{back}"
+    more = {} if round is None else {"from_round": round}
+    return in_python("resume", run, **more) or f"fedprophet train --resume {shlex.quote(str(run))}{back}"
+
+
+def in_python(function: str, run: Path, *arguments: object, **more: object) -> str:
+    """Return the call that takes a model or data of the user's again; "" for a run without, which commands know."""
+    own = [f"{part}=…" for part in ("model", "data") if _is_own(run, part)]
+    given = [repr(str(run)), *map(repr, arguments), *(f"{name}={value!r}" for name, value in more.items())]
+    return f"fedprophet.{function}({', '.join((*given, *own))})" if own else ""
+
+
+def _is_own(run: Path, part: str) -> bool:
+    try:
+        return bool(tomllib.loads((run / CONFIG).read_text("utf-8"))[part]["name"] == OWN)
+    except (OSError, ValueError, LookupError, TypeError):
+        return False

@@ -77,17 +77,29 @@ def tracker(name: str, help: str, extra: str) -> Callable[[T], T]:
     return register
 
 
-def open_trackers(wanted: Iterable[str | Tracker]) -> list[Tracker]:
-    """Return the trackers of some names, and those that are given; raise ConfigError if one is not installed."""
-    return [_open(each) if isinstance(each, str) else each for each in dict.fromkeys(wanted)]
+def open_trackers(wanted: str | Tracker | Iterable[str | Tracker], said: str = "log") -> list[Tracker]:
+    """Return the trackers of some names, and those that are given; raise ConfigError if one is not installed.
+
+    `said` is how they were asked for, in errors.
+    """
+    several = [wanted] if isinstance(wanted, str | Tracker) or not isinstance(wanted, Iterable) else wanted
+    return [_open(each, said) for each in dict.fromkeys(several)]
 
 
-def _open(name: str) -> Tracker:
+def _open(wanted: object, said: str) -> Tracker:
+    if isinstance(wanted, Tracker):
+        return wanted
+    if not isinstance(wanted, str):
+        raise ConfigError(f"{said}: {wanted!r} is neither a name, such as 'tensorboard', nor a fedprophet.Tracker")
+    return _named(wanted, said)
+
+
+def _named(name: str, said: str) -> Tracker:
     if name not in TRACKERS:
-        raise ConfigError(f"--log: {unknown('tracker', name, TRACKERS)}")
+        raise ConfigError(f"{said}: {unknown('tracker', name, TRACKERS)}")
     entry = TRACKERS[name]
     try:
         return entry.make()
     except ImportError as error:
         install = f"pip install 'fedprophet[{entry.extra}]'"
-        raise ConfigError(f"--log {name}: what it needs is not installed ({error}): {install}") from None
+        raise ConfigError(f"{said} {name}: what it needs is not installed ({error}): {install}") from None

@@ -37,7 +37,7 @@ class Tracking(Observer):
             except Exception as error:
                 raise ConfigError(
                     f"{_name(tracker)} cannot begin to log: {_reason(error)}. Nothing was trained. Correct that, or "
-                    f"leave --log out. {resume_hint(path)}"
+                    f"log without it. {resume_hint(path)}"
                 ) from error
             self._told.append(tracker)
             if place:
