@@ -36,10 +36,16 @@ def session_of(settings):
 
 
 @pytest.fixture(scope="session")
-def cascade(settings, play_in_memory):
-    """A run of FedProphet that has come to its second module, played on the plain engine."""
+def play_cascade(settings, play_in_memory):
+    """Return what plays a run of FedProphet to its second module, on the plain engine."""
     changes = {"rounds": 2, "train.warmup": 1, "convergence.patience": 1}
-    played = play_in_memory(settings(changes), rounds=5)
+    return lambda: play_in_memory(settings(changes), rounds=5)
+
+
+@pytest.fixture(scope="session")
+def cascade(play_cascade):
+    """A run of FedProphet that has come to its second module. What tasks leave on its clients, later tests meet."""
+    played = play_cascade()
     assert played.states[-1].stage == 2
     return played
 

@@ -125,8 +125,9 @@ def test_clients_that_train_ahead_are_carried_out_with_the_others(cascade, asser
     assert len(plans[0].ladder.exits) == 3
 
 
-def test_features_follow_a_clients_own_layers(cascade, stacked, assert_same_training):
+def test_features_follow_a_clients_own_layers(play_cascade, stacked, assert_same_training):
     """The cached features of a frozen prefix are those of the client's own norm layers in it."""
+    cascade = play_cascade()
     session = cascade.session
     state = replace(cascade.states[-1], round=cascade.states[-1].round + 3)
     (task,) = [replace(session.method._train_task(state, 0, 2), threat=None)]
