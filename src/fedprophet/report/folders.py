@@ -145,6 +145,7 @@ def read_folder(path: Path) -> ReadFolder:
         norm_layers=results.norm_layers,
         public_samples=results.public_samples,
         dataset=inputs.dataset,
+        model=setup.model,
         engines=spans(timings),
         notes=(*notes, *more),
     )
