@@ -109,7 +109,7 @@ def test_accuracies_of_the_summary_and_of_later_evaluations(write_run):
     evaluation = {
         "round": 2,
         "personalised": {**later, "pgd50": {"accuracy": 0.2, "samples": 7, "interval": [0.1, 0.3]}},
-        "global": {"autoattack": {"accuracy": 0.0, "samples": 0}},
+        "global": {"autoattack": {"accuracy": None, "samples": 0}},
         "warnings": ["the gradient may be masked."],
     }
     run = read_run(write_run("run", evaluation=evaluation))

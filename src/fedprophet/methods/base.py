@@ -292,4 +292,4 @@ class Method(ABC, Generic[S]):
         clients = self.world.clients.sample(settings.clients, state.round, "evaluate")
         tasks = [self.evaluation_task(state.judged, client, threat) for client in clients]
         answers = yield from ask(tasks, Evaluated)
-        return note_accuracy(answers, len(clients), self.world.aggregator, record)
+        return note_accuracy(answers, self.world.aggregator, record)

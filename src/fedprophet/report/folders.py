@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from fedprophet.config.config import Config
 from fedprophet.config.load import load_config
@@ -58,16 +58,25 @@ class _Faults:
     faults: dict[str, Any] = field(default_factory=dict)
 
 
+def _without_empty(cells: object) -> object:
+    """Leave out what was measured on no samples: it is no accuracy."""
+    if not isinstance(cells, dict):
+        return cells
+    return {name: cell for name, cell in cells.items() if not isinstance(cell, dict) or cell.get("samples") != 0}
+
+
+_Cells = Annotated[dict[str, MeasuredAccuracy], BeforeValidator(_without_empty)]
+
+
 @dataclass(frozen=True)
 class _Measurements:
-    personalised: dict[str, MeasuredAccuracy]
-    whole: Annotated[dict[str, MeasuredAccuracy], Field(validation_alias="global")]
-    uncalibrated: dict[str, MeasuredAccuracy] = field(default_factory=dict, kw_only=True)
+    personalised: _Cells
+    whole: Annotated[_Cells, Field(validation_alias="global")]
+    uncalibrated: _Cells = field(default_factory=dict, kw_only=True)
 
     def of(self, kind: Kind) -> dict[str, MeasuredAccuracy]:
-        """Return the accuracies of a kind; one over no samples does not count."""
-        cells = {"personalised": self.personalised, "uncalibrated": self.uncalibrated, "global": self.whole}[kind]
-        return {name: cell for name, cell in cells.items() if cell.samples}
+        """Return the accuracies of a kind."""
+        return {"personalised": self.personalised, "uncalibrated": self.uncalibrated, "global": self.whole}[kind]
 
 
 @dataclass(frozen=True)
