@@ -121,7 +121,8 @@ def read_folder(path: Path) -> ReadFolder:
     unfinished = _Results({}, {}, len(records), None, last=_last_evaluated(records, files.journal))
     results = written or unfinished
     evaluation = _read(path / EVALUATION, _Evaluation, "Delete it and measure again: fedprophet evaluate")
-    evaluation, notes = _current(evaluation, results.rounds, finished=written is not None)
+    newest = results.rounds if written else Checkpoints(files.checkpoints, config).newest(results.rounds)
+    evaluation, notes = _current(evaluation, results.rounds, newest)
     inputs = _read(files.inputs, _Inputs, RESTORE) or _Inputs(None)
     deployed = is_deployed(path)
     costs = _costs(records, files.journal)
@@ -218,14 +219,17 @@ def _checked(parse: Callable[[], T], where: str, advice: str) -> T:
 # Accuracies ----------------------------------------------------------------------------------------------------------
 
 
-def _current(evaluation: _Evaluation | None, rounds: int, finished: bool) -> tuple[_Evaluation | None, list[str]]:
-    """Return the evaluation, unless it measured another model than a finished run's, and the notes on it."""
+def _current(evaluation: _Evaluation | None, rounds: int, newest: int | None) -> tuple[_Evaluation | None, list[str]]:
+    """Return the evaluation, unless it measured another model than the `newest` that is kept, and the notes on it.
+
+    In between a run's checkpoints its journal is further than the model that can be measured.
+    """
     if evaluation is None or evaluation.round == rounds:
         return evaluation, list(evaluation.warnings) if evaluation else []
     measured = f"{EVALUATION} measured the model after round {evaluation.round}"
-    if finished:
-        return None, [f"{measured}, not {rounds}, and does not count: measure again"]
-    return evaluation, [measured, *evaluation.warnings]
+    if evaluation.round == newest:
+        return evaluation, [measured, *evaluation.warnings]
+    return None, [f"{measured}, not {rounds}, and does not count: measure again"]
 
 
 def _last_evaluated(records: Sequence[Record], journal: Path) -> Reached | None:
