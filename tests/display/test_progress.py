@@ -144,14 +144,14 @@ def test_a_run_that_is_over_does_not_go_on(session, tmp_path):
     """Unless it was taken back to an earlier round, or its results are damaged."""
     (tmp_path / "model.safetensors").touch()
     (tmp_path / "journal.jsonl").touch()
-    for content, round, said in (
+    for content, played, said in (
         ('{"rounds": 5}', 5, "; finished after round 5; nothing is left to do\n"),
         ('{"rounds": 5}', 3, "; going on after round 3\n"),
         ("{", 5, "; going on after round 5\n"),
     ):
         (tmp_path / "results.json").write_text(content)
         console = Console(file=io.StringIO())
-        observer_for(console).started(session, tmp_path, round)
+        observer_for(console).started(session, tmp_path, played)
         assert said in console.file.getvalue()
 
 

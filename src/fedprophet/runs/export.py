@@ -1,8 +1,10 @@
 """The one model that anyone can load: shared parameters, and one set of norm layers for all clients."""
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -17,6 +19,9 @@ from fedprophet.runs.session import Session
 from fedprophet.server.coordinator import Engine, Record
 from fedprophet.storage.files import file_hash, tensors_to_bytes, write_atomic
 from fedprophet.version import __version__
+
+OTHER_FORMATS = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".onnx", ".npz", ".h5")
+"""How the names of models in other formats end."""
 
 
 def exported_model(
@@ -50,7 +55,15 @@ def write_model(run: Run, path: Path) -> None:
 
 
 def expect_replaceable(path: Path) -> None:
-    """Raise ConfigError where an exported model would take the place of something else, or of a run's own model."""
+    """Raise ConfigError where an exported model would take the place of something else, or of a run's own model.
+
+    So it does under the name of another format, by which programs would read it.
+    """
+    if path.suffix.lower() in OTHER_FORMATS:
+        raise ConfigError(
+            f"{path}: models are exported as safetensors, and {path.suffix} is the name of another format. Give a file "
+            f"such as {path.with_suffix('.safetensors')}"
+        )
     beside = RunFiles(path.parent)
     if path.name == beside.model.name and beside.config.exists():
         raise ConfigError(f"{path} is a run's own file, and stays as it is. Give another file")
@@ -66,6 +79,22 @@ def _is_exported(path: Path) -> bool:
             return "norm_layers" in (file.metadata() or {})
     except (SafetensorError, OSError):
         return False
+
+
+def about_exported(path: Path) -> dict[str, Any]:
+    """Return what the metadata of an exported model say, and the digest of the file."""
+    with safe_open(path, framework="pt") as file:
+        said = dict(file.metadata())
+    del said["format"]
+    read = {**dict.fromkeys(("options", "normalize_mean", "normalize_std"), json.loads), "input": _shape}
+    read |= dict.fromkeys(("classes", "rounds", "averaged_rounds"), int)
+    about = {key: read[key](value) if key in read else value for key, value in said.items()}
+    with path.open("rb") as content:
+        return {**about, "digest": hashlib.file_digest(content, file_hash).hexdigest()}
+
+
+def _shape(text: str) -> list[int]:
+    return [int(side) for side in text.split("x")]
 
 
 def finished_model(run: Run) -> bytes:
