@@ -27,7 +27,7 @@ from fedprophet.report.runs import (
 from fedprophet.runs.checkpoint import Checkpoints
 from fedprophet.runs.engine_history import spans
 from fedprophet.runs.evaluator import KINDS, Kind
-from fedprophet.runs.files import RunFiles
+from fedprophet.runs.files import RunFiles, no_run
 from fedprophet.runs.journal import Journal
 from fedprophet.runs.summary import fault_count, moved_bytes, simulated_seconds, training_memory
 from fedprophet.server.coordinator import Record
@@ -109,9 +109,7 @@ def read_folder(path: Path) -> ReadFolder:
     """Return what a run's folder holds, with the records of its rounds; raise CheckpointError as `read_run` does."""
     files = RunFiles(path)
     if not files.config.is_file():
-        raise CheckpointError(
-            f"there is no run in {path}: it has no config.toml. Give folders that fedprophet train has written"
-        )
+        raise no_run(path, "Give folders that fedprophet train has written")
     config = load_config(files.config)
     sound = _sound_records(files, config)
     written = _read(files.results, _Results, f"Delete it and write it again: {how_to_resume(path)}")
