@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +86,9 @@ def about_exported(path: Path) -> dict[str, Any]:
     with safe_open(path, framework="pt") as file:
         said = dict(file.metadata())
     del said["format"]
-    read = {**dict.fromkeys(("options", "normalize_mean", "normalize_std"), json.loads), "input": _shape}
-    read |= dict.fromkeys(("classes", "rounds", "averaged_rounds"), int)
+    numbers = dict.fromkeys(("classes", "rounds", "averaged_rounds"), int)
+    documents = dict.fromkeys(("options", "normalize_mean", "normalize_std"), json.loads)
+    read: Mapping[str, Callable[[str], Any]] = {"input": _shape, **numbers, **documents}
     about = {key: read[key](value) if key in read else value for key, value in said.items()}
     with path.open("rb") as content:
         return {**about, "digest": hashlib.file_digest(content, file_hash).hexdigest()}
