@@ -99,9 +99,7 @@ def facts_of(record: Record, outline: Outline) -> dict[str, str]:
         facts[shown.label] = shown.text(record)
     facts["loss"] = NONE if record["loss"] is None else f"{float(record['loss']):.3f}"
     if "samples" in record:
-        # Without a held-out sample there is no accuracy, not one of zero.
-        reached = (record["clean"], record["adversarial"]) if record["samples"] else (None, None)
-        facts |= zip(ACCURACIES, map(percent, reached), strict=True)
+        facts |= zip(ACCURACIES, map(percent, (record["clean"], record["adversarial"])), strict=True)
     return facts
 
 
