@@ -1,5 +1,6 @@
 """Which console is a terminal."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -19,6 +20,28 @@ def test_forced_colours_say_nothing_of_terminals(err, is_terminal, capsys, monke
     assert console.stderr is err
     monkeypatch.delenv("FORCE_COLOR")
     assert console_on(err).is_terminal is is_terminal
+
+
+PRINTS = """
+import sys
+from fedprophet.console import console_on
+sys.stdin.readline()
+for _ in range(3):
+    console_on(lasting={lasting}).print("nobody reads this")
+console_on().print("nor this")
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize("lasting", [True, False])
+def test_work_that_lasts_goes_on_where_nobody_reads(lasting):
+    """Standard error is the same pipe, as in `fedprophet train 2>&1 | head`."""
+    program = [sys.executable, "-c", PRINTS.format(lasting=lasting)]
+    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        process.stdout.close()
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        assert process.wait(60) == (7 if lasting else 1)
 
 
 def test_everything_is_printed_on_such_a_console():

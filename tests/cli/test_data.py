@@ -105,7 +105,9 @@ def test_check_of_an_empty_root(tmp_path, name):
 def test_check_of_a_folder(images):
     answer = document("check", "folder", "--root", images, "--size", "8")
     assert (answer["train"], answer["test"], answer["images_per_class"]) == (13, 3, {"cat": 6, "dog": 10})
-    assert answer["notes"] == ["not decoded to 8×8 yet: the first run does that"]
+    assert answer["notes"] == [
+        "not decoded to 8×8 yet: the first run does that. Of each image only the header was read"
+    ]
     assert document("check", "folder", "--root", images, "--test-per-class", "4")["test"] == 8
     answer = document("check", "folder", "--root", images, "--test-per-class", "6", code=2)
     assert answer["problems"][0].startswith("class cat has 6 readable images and 6 of each class are for test")

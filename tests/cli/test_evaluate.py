@@ -186,6 +186,25 @@ def test_evaluating_changes_nothing_of_the_run(cli, run):
     assert new == {"evaluation", "evaluation.json"}
 
 
+def test_an_export_is_not_named_like_another_format(cli, run, tmp_path):
+    for name in ("m.pt", "m.PTH", "a.b.bin", "m.onnx"):
+        said = cli("export", run, "--out", name)
+        assert (said.code, name in said.error, "Give a file such as" in said.error) == (2, True, True)
+        assert not (tmp_path / name).exists()
+    for name in ("m", "m-0.5", "m.Safetensors"):
+        assert cli("export", run, "--out", name).code == 0
+
+
+def test_an_export_says_for_programs_what_its_file_says(cli, run):
+    about = cli("export", run, "--out", "model.safetensors", "--json").json
+    results = json.loads((run / "results.json").read_text())
+    assert about["digest"] == results["model_digest"]
+    assert (about["run"], about["file"], about["finished"]) == (str(run), "model.safetensors", True)
+    assert (about["rounds"], about["classes"], about["input"]) == (results["rounds"], 10, [1, 8, 8])
+    assert (about["norm_layers"], about["options"]) == (results["norm_layers"]["global"], {"width": 4})
+    assert (len(about["normalize_mean"]), len(about["normalize_std"])) == (1, 1)
+
+
 def test_an_export_replaces_an_exported_model_and_nothing_else(cli, run, tmp_path):
     (tmp_path / "mine.txt").write_text("mine")
     for out in ("mine.txt", run / "config.toml", run / "journal.jsonl"):

@@ -21,6 +21,12 @@ def test_help_is_plain_text(cli, path):
     assert said.out.lower().count("arguments:") <= 1
 
 
+def test_the_first_help_has_examples(cli):
+    examples = cli("--help").out.partition("Examples:")[2].partition("Options:")[0]
+    assert examples.split("fedprophet ")[1].strip() == "train digits --set seed=1 --out runs/first"
+    assert [each.split()[0] for each in examples.split("fedprophet ")[1:]] == ["train", "train", "evaluate", "compare"]
+
+
 def test_arguments_are_explained(cli):
     assert "A folder that is empty or does not exist yet." in cli("deploy", "init", "--help").out
     assert "The run's folder." in cli("evaluate", "--help").out

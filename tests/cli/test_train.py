@@ -8,6 +8,7 @@ import signal
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 import pytest
 from safetensors import safe_open
@@ -101,7 +102,9 @@ def test_each_table_of_accuracies_says_which_norm_layers_it_was_measured_with(cl
 def test_clients_without_held_out_data_have_no_accuracy(cli, tiny_flags, quick):
     settings = {**quick, "method": "jfat", "population.clients": 1400, "shards.kind": "iid"}
     out = cli("train", *tiny_flags(settings)).out
-    assert "clean –  PGD –" in out
+    assert "1,437 training samples for 1,400 clients: " in out
+    assert "no client evaluated any round" in out
+    assert "clean" not in json.loads(Path("runs/digits-jfat-1/journal.jsonl").read_text())
     personalised = out[out.index("| personalised") :].splitlines()[0]
     assert personalised.count("–") == 2
 

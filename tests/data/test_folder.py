@@ -231,7 +231,23 @@ def test_one_in_a_hundred_may_be_broken(hundred, caplog):
     assert len(caplog.messages) == 2  # it is said in every run, not only where the image was decoded
     findings = folder.check(hundred, size=2)
     assert findings.images == {"class0": 50, "class1": 49}
-    assert findings.notes[0].endswith("1 broken ones left out")
+    assert findings.notes[1].startswith("1 of 100 images cannot be read, they are left out. The first is ")
+
+
+def test_a_check_opens_images_that_are_not_decoded(hundred, decoded):
+    first, second = hundred / "class0" / "05.png", hundred / "class1" / "07.png"
+    first.write_bytes(b"no image at all")
+    findings = folder.check(hundred, size=2)
+    assert (findings.complete, findings.images) == (True, {"class0": 49, "class1": 50})
+    assert findings.notes[1].startswith(
+        f"1 of 100 images cannot be read, they are left out. The first is {first}: cannot identify"
+    )
+    second.write_bytes(b"")
+    findings = folder.check(hundred, size=2)
+    assert findings.problems[0].startswith(
+        f"2 of 100 images cannot be read, more than 1%: repair or remove them. The first is {first}: "
+    ), "the run would not start"
+    assert decoded == [], "it takes the headers"
 
 
 @pytest.mark.parametrize("content", [b"", b"no image at all", b"\x89PNG\r\n\x1a\n" + b"\0" * 50])

@@ -140,6 +140,21 @@ def test_a_resumed_run_says_where_it_goes_on(session):
     assert "; going on after round 5\nrun: runs/one\n" in console.file.getvalue()
 
 
+def test_a_run_that_is_over_does_not_go_on(session, tmp_path):
+    """Unless it was taken back to an earlier round, or its results are damaged."""
+    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "journal.jsonl").touch()
+    for content, played, said in (
+        ('{"rounds": 5}', 5, "; finished after round 5; nothing is left to do\n"),
+        ('{"rounds": 5}', 3, "; going on after round 3\n"),
+        ("{", 5, "; going on after round 5\n"),
+    ):
+        (tmp_path / "results.json").write_text(content)
+        console = Console(file=io.StringIO())
+        observer_for(console).started(session, tmp_path, played)
+        assert said in console.file.getvalue()
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_first_round_says_nothing_of_the_time_left(session, terminal):
     """It compiles kernels and fills caches, after a resume as well: nine rounds more of that length are no bound."""

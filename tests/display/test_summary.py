@@ -21,7 +21,7 @@ RESULTS = {
     "rounds": 7,
     "seed": 1,
     "personalised": {"clean": {"accuracy": 0.5, "samples": 8, "interval": [0.25, 0.75]}},
-    "global": {"clean": {"accuracy": 0.0, "samples": 0, "interval": [0.0, 1.0]}},
+    "global": {"clean": {"accuracy": None, "samples": 0, "interval": [0.0, 1.0]}},
 }
 NEEDS = {
     "a part of the model": (

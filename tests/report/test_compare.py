@@ -345,6 +345,48 @@ def test_folders_of_images_and_data_handed_over_are_known_by_their_content(write
     assert [len(setting.runs) for setting in compare(custom).settings] == [2, 1]
 
 
+def handed_over(write_run, name, architecture, *settings, layers=("a", "b"), **options):
+    path = write_run(name, *settings, "model.name=custom", **options)
+    about = {"name": "custom", "parameters": 2884, "architecture": architecture}
+    modules = [{"index": n, "atoms": [], "layers": [layer], "memory_bytes": 1} for n, layer in enumerate(layers, 1)]
+    (path / "setup.json").write_text(json.dumps({"model": about, "modules": modules}))
+    return path
+
+
+def test_models_handed_over_are_known_by_their_architecture(write_run, tmp_path):
+    """Neither as seeds of one row nor as a repetition; seeds of one stay a row, and so they do in other modules."""
+    paths = [
+        handed_over(write_run, "a", "aa", "fedprophet"),
+        handed_over(write_run, "a1", "aa", "fedprophet", "seed=1", layers=["ab"]),
+        handed_over(write_run, "b", "bb", "fedprophet"),
+        handed_over(write_run, "b2", "bb", "fedprophet"),
+        handed_over(write_run, "base", "bb", "jfat"),
+    ]
+    comparison = compare(paths)
+    setting = only(comparison)
+    assert [[run.path.name for run in row.runs] for row in setting.rows] == [["base"], ["a", "a1"], ["b"]]
+    assert [note.split(" repeats")[0] for note in comparison.notes] == [str(tmp_path / "b2")]
+    first, second = (
+        "FedProphet (model.architecture=2884 parameters aa)",
+        "FedProphet (model.architecture=2884 parameters bb)",
+    )
+    assert labels(setting) == ["jFAT", first, second]
+    assert [row.speedup is None for row in setting.rows] == [False, True, False], "jFAT with another model is no base"
+    assert said(setting, "models that were handed over") == (
+        "Rows differ in models that were handed over: 2884 parameters aa for FedProphet a; 2884 parameters bb for the "
+        "others."
+    )
+
+
+def test_models_of_earlier_versions_are_known_by_their_size(write_run):
+    paths = [handed_over(write_run, str(n), None, "jfat", f"seed={n}") for n in (0, 1)]
+    other = write_run("unknown", "jfat", "model.name=custom", "seed=2")
+    assert labels(only(compare([*paths, other]))) == [
+        "jFAT (model.architecture=2884 parameters)",
+        "jFAT (model.architecture=unknown)",
+    ]
+
+
 def test_speedup_is_the_ratio_of_mean_times(write_run):
     paths = [
         write_run("a", "jfat", "seed=0", rounds=SLOW),

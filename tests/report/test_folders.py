@@ -113,7 +113,7 @@ def test_accuracies_of_the_summary_and_of_later_evaluations(write_run):
     evaluation = {
         "round": 2,
         "personalised": {**later, "pgd50": {"accuracy": 0.2, "samples": 7, "interval": [0.1, 0.3]}},
-        "global": {"autoattack": {"accuracy": 0.0, "samples": 0}},
+        "global": {"autoattack": {"accuracy": None, "samples": 0}},
         "warnings": ["the gradient may be masked."],
     }
     run = read_run(write_run("run", evaluation=evaluation))
@@ -133,9 +133,15 @@ def test_an_evaluation_of_another_round_does_not_count(write_run):
     run = read_run(write_run("run", evaluation=evaluation))
     assert "autoattack" not in run.accuracies["personalised"]
     assert run.notes == ("evaluation.json measured the model after round 1, not 2, and does not count: measure again",)
-    unfinished = read_run(write_run("unfinished", evaluation=evaluation, finished=False))
-    assert unfinished.accuracies["personalised"] == {"autoattack": MeasuredAccuracy(0.4, 7)}
-    assert unfinished.notes == ("evaluation.json measured the model after round 1",)
+    path = write_run("unfinished", evaluation=evaluation, finished=False)
+    assert read_run(path).accuracies["personalised"] == {}, "the run went on"
+    assert read_run(path).notes == run.notes
+    (path / "checkpoints" / "round-000001").mkdir()
+    between = read_run(path)
+    assert between.accuracies["personalised"] == {"autoattack": MeasuredAccuracy(0.4, 7)}, "no later model is kept"
+    assert between.notes == ("evaluation.json measured the model after round 1",)
+    (path / "checkpoints" / "round-000002").mkdir()
+    assert read_run(path).notes == run.notes
 
 
 def test_best_and_last_round(write_run):

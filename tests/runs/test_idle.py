@@ -224,6 +224,20 @@ def test_a_mean_over_rounds_does_not_go_with_layers_that_stay_with_clients():
         assert list(doubtful_notes(assemble(load_config("digits", words)).world)) == expected
 
 
+@pytest.mark.parametrize(
+    ("clients", "without"),
+    # 1437 samples: of 1437 clients with one each nobody holds one out; 359 clients have four each, of which 0.8 is one.
+    [(5000, "5,000"), (1437, "1,437"), (359, None), (20, None)],
+)
+def test_clients_too_small_to_be_judged_are_counted(clients, without):
+    config = load_config("digits", [f"population.clients={clients}", "shards.kind=iid"])
+    expected = (
+        f"1,437 training samples for {clients:,} clients: {without} of them hold no held-out sample, so that they have "
+        "no accuracy of their own. Fewer population.clients or a larger data.validation change that"
+    )
+    assert list(doubtful_notes(assemble(config).world)) == ([expected] if without else [])
+
+
 # Where a value comes from --------------------------------------------------------------------------------------------
 
 

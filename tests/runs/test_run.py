@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from fedprophet.errors import CheckpointError, ConfigError
+from fedprophet.report.folders import read_run
 from fedprophet.runs.checkpoint import _digest, _dump
 from fedprophet.runs.play import play
 from fedprophet.runs.run import checkpoints_of, open_to_read, reopen, start
@@ -56,6 +57,20 @@ def test_a_folder_without_a_run(tmp_path):
     for path in (tmp_path, tmp_path / "nowhere", tmp_path / "file"):
         with pytest.raises(CheckpointError, match=r"there is no run in .*: it has no config\.toml"):
             reopen(path)
+
+
+def test_a_folder_of_runs_names_some(tmp_path):
+    for name in "dcba":
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "config.toml").touch()
+    runs = tmp_path / "runs"
+    for read in (reopen, open_to_read, read_run):
+        with pytest.raises(CheckpointError) as error:
+            read(runs)
+        assert str(error.value) == (
+            f"there is no run in {runs}: it has no config.toml. It is a folder of runs: {runs / 'a'}, {runs / 'b'}, "
+            f"{runs / 'c'} and 1 more. Give the folder of a run"
+        )
 
 
 def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(stopped, contents, undisturbed):

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from torch import nn
 
 from fedprophet.runs import setup
 from fedprophet.runs.pack import pack, unpack
@@ -33,9 +34,21 @@ def test_it_says_what_the_results_say_later(finished):
     (model, machine) = about["model"], about["machines"][0]
     session = reopen(finished).session
     assert model["parameters"] == sum(p.numel() for p in session.world.chain.model.parameters())
+    assert model["architecture"] == setup.architecture(session.world.chain.model)
     assert (machine["round"], machine["gpu"]) == (1, None)
     assert {"processor", "cores", "memory_bytes", "python", "torch", "fedprophet"} <= machine.keys()
     assert {"date", "load"}.isdisjoint(machine), "the same run on the same machine has the same bytes"
+
+
+def small(width=4, activation=nn.ReLU):
+    return nn.Sequential(nn.Conv2d(3, width, 3), activation(), nn.Flatten(), nn.Linear(width, 2))
+
+
+def test_an_architecture_is_its_layers_and_tensors_whatever_its_weights():
+    same = {setup.architecture(small()) for _ in range(2)}
+    assert len(same) == 1, "with other weights it is the same"
+    others = (small(width=5), small(activation=nn.GELU), nn.Sequential(small()))
+    assert len(same | {setup.architecture(other) for other in others}) == 4
 
 
 def test_another_machine_is_added_and_the_same_one_is_not(stopped, machine):

@@ -9,6 +9,7 @@ import pytest
 from fedprophet.messages.answers import Evaluated
 from fedprophet.server.accuracy import (
     Accuracy,
+    Estimate,
     evaluation_fault,
     note_accuracy,
     personalised_estimate,
@@ -27,7 +28,7 @@ def _counts(client: int, weight: float, samples: int, clean: int, adversarial: i
 
 
 def personalised(answers: Sequence[Evaluated], aggregator: Aggregator = BY_CLAIM) -> Accuracy:
-    accuracy = note_accuracy(answers, len(answers), aggregator, {})
+    accuracy = note_accuracy(answers, aggregator, {})
     assert accuracy is not None
     return accuracy
 
@@ -42,7 +43,6 @@ def test_weighted_by_shard_size_not_by_held_out_samples() -> None:
 def test_a_client_without_held_out_samples_does_not_count() -> None:
     empty = _counts(2, 5.0, 0, 0, 0)
     assert personalised([_counts(0, 30.0, 4, 3, 1), empty]).clean == 0.75
-    assert personalised([empty]).samples == 0
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_the_global_accuracy_pools_the_parts_of_the_test_set() -> None:
     found = pooled_estimate(parts, "adversarial")
     assert (found.accuracy, found.samples) == (81 / 263, 263)
     assert found.interval == pytest.approx((0.2553, 0.3662), abs=5e-5)
-    assert pooled_estimate([], "clean").samples == 0
+    assert pooled_estimate([], "clean") == Estimate(None, 0, (0.0, 1.0))
 
 
 def test_the_personalised_interval_is_stratified() -> None:
@@ -96,7 +96,7 @@ def test_an_estimate_has_the_value_of_the_accuracy_and_leaves_out_the_same_clien
     for metric in ("clean", "adversarial"):
         found = personalised_estimate(updates, metric)
         assert (found.accuracy, found.samples) == (pytest.approx(getattr(accuracy, metric)), 10)
-    assert personalised_estimate(updates[2:], "clean").samples == 0
+    assert personalised_estimate(updates[2:], "clean") == Estimate(None, 0, (0.0, 1.0))
 
 
 @pytest.mark.parametrize(
@@ -121,30 +121,31 @@ def test_an_evaluation_that_cannot_be_is_named_and_does_not_count(update: Evalua
     assert evaluation_fault(update) == reason
     if reason:
         good = _counts(1, 2.0, 4, 3, 1)
-        assert note_accuracy([update, good], 2, BY_CLAIM, {}) == personalised([good])
+        assert note_accuracy([update, good], BY_CLAIM, {}) == personalised([good])
         assert personalised_estimate([update, good], "clean") == personalised_estimate([good], "clean")
 
 
 def test_the_accuracy_of_a_round_is_noted_and_impossible_evaluations_are_rejected() -> None:
     record: dict[str, object] = {}
     good, bad = _counts(1, 2.0, 4, 3, 1), _counts(2, 2.0, 4, 5, 1)
-    assert note_accuracy([good, bad], 2, BY_CLAIM, record) == Accuracy(0.75, 0.25, 4)
+    assert note_accuracy([good, bad], BY_CLAIM, record) == Accuracy(0.75, 0.25, 4)
     reason = "its evaluation has 5 of 4 samples right (clean)"
     assert record == {"dropped": {"2": reason}, "clean": 0.75, "adversarial": 0.25, "samples": 4}
 
 
-def test_without_a_sample_an_accuracy_is_unknown_only_where_answers_are_missing() -> None:
+def test_without_a_sample_there_is_no_accuracy() -> None:
+    """It is as if nobody had evaluated the round, and not an accuracy of zero."""
     empty, record = _counts(1, 2.0, 0, 0, 0), dict[str, object]()
-    assert note_accuracy([empty], 2, BY_CLAIM, record) is None
+    assert note_accuracy([empty, empty], BY_CLAIM, record) is None
+    assert note_accuracy([], BY_CLAIM, record) is None
     assert record == {}
-    assert note_accuracy([empty], 1, BY_CLAIM, record) == Accuracy(0.0, 0.0, 0)
 
 
 def test_a_client_that_claims_a_huge_shard_counts_like_the_others() -> None:
     """Its size is unknown, and the median of 2, 2 and 2⁵³ is 2; where it is known to be 6, it counts three times."""
     answers = [_counts(0, 2.0, 4, 3, 1), _counts(1, 2.0, 4, 3, 1), _counts(2, 2.0**53, 4, 0, 4)]
     record: dict[str, object] = {}
-    assert note_accuracy(answers, 3, Aggregator(), record) == Accuracy(0.5, 0.5, 12)
+    assert note_accuracy(answers, Aggregator(), record) == Accuracy(0.5, 0.5, 12)
     assert record["capped"] == {"2": 2.0**53}
     assert personalised(answers, Aggregator(sizes=lambda client: 6)) == Accuracy(0.3, 0.7, 12)
 

@@ -46,9 +46,24 @@ class _Commands(TyperGroup):
             raise RunStoppedError("stopped") from None
 
 
+HELP = """Federated adversarial training within a memory budget.
+
+Start with: fedprophet train
+
+Examples:
+
+  fedprophet train digits --set seed=1 --out runs/first
+
+  fedprophet train --resume runs/first
+
+  fedprophet evaluate runs/first --attack clean,pgd20
+
+  fedprophet compare runs/* --out comparison
+"""
+
 app = typer.Typer(
     cls=_Commands,
-    help="Federated adversarial training within a memory budget.\n\nStart with: fedprophet train",
+    help=HELP,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,

@@ -18,7 +18,7 @@ from fedprophet.display.tables import show
 from fedprophet.progress import progress_bar
 from fedprophet.runs.evaluation import RunEvaluation, can_keep, check_samples, evaluate_run, parse_kinds
 from fedprophet.runs.evaluator import KINDS
-from fedprophet.runs.export import expect_replaceable, write_model
+from fedprophet.runs.export import about_exported, expect_replaceable, write_model
 from fedprophet.runs.masking import MaskingCheck
 from fedprophet.runs.run import Run, open_to_read
 
@@ -98,19 +98,28 @@ def _checked(check: MaskingCheck) -> str:
 def export_command(
     run: Annotated[Path, typer.Argument(help="The run's folder.")],
     out: Annotated[Path, typer.Option(help="The safetensors file to write.")],
+    json_: Annotated[bool, typer.Option("--json", help="Print what the file's metadata say, and its digest.")] = False,
 ) -> None:
     """Write the model to a file that loads into the plain architecture by name.
 
     Its metadata say where its norm layers come from, how to normalise its input, and whether clients were trained with
     their label frequencies.
 
-    Example: fedprophet export runs/digits-fedprophet-1 --out model.safetensors
+    Examples:
+
+      fedprophet export runs/digits-fedprophet-1 --out model.safetensors
+
+      fedprophet export runs/digits-fedprophet-1 --out model.safetensors --json
     """
     expect_replaceable(out)
     opened = _open(run)
     session = opened.session
     with closing(session):
         write_model(opened, out)
+    if json_:
+        finished = session.method.finished(opened.state)
+        print_json({"run": str(run), "file": str(out), "finished": finished, **about_exported(out)})
+        return
     mean, std = (", ".join(f"{value:.4f}" for value in values) for values in session.normalize.numbers)
     lines = (
         f"{session.config.model.name} after {counted(opened.state.round, 'round')} written to {out}.",

@@ -147,7 +147,7 @@ def _reproduce(chosen: list[Experiment], setup: Setup, train: bool, command: str
         _say(f"to train: {time_left(runs, setup)}")
         if setup.scale.like_the_paper and not torch.cuda.is_available():
             _say("note: there is no GPU here, so this takes days. --scale small is made for such a machine")
-    console = console_on(err=True)
+    console = console_on(err=True, lasting=True)
     for experiment in chosen:
         own = [run for run in experiment.source.runs(setup) if train or run.state == "finished"]
         failures = carry_out(own, attacks[experiment.name], command, console, _say)

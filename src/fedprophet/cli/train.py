@@ -52,7 +52,7 @@ def train_command(
     """
     trackers = open_trackers(log or (), "--log")
     run = _open(preset, with_method(settings, method=method, engine=engine), out, resume, from_round)
-    with observer_for(console_on(err=json_)) as display, Tracking(trackers, display.note) as tracking:
+    with observer_for(console_on(err=json_, lasting=True)) as display, Tracking(trackers, display.note) as tracking:
         results = play(run, Observers(display, tracking))
     if json_:
         print_json(results)

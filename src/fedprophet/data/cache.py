@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,7 @@ MOST_BROKEN = 0.01
 IMAGES, MOMENTS, INDEX = "images.bin", "moments.npy", "index.json"
 _MOST_THREADS = 32
 
+T = TypeVar("T")
 Pixels = npt.NDArray[np.uint8]
 Decode = Callable[[Path], Pixels | str]
 """Returns channels × height × width, or why an image cannot be read."""
@@ -138,7 +139,7 @@ class CacheEntry:
         moments: list[npt.NDArray[np.int64]] = []
         total = len(self.files)
         with (part / IMAGES).open("wb") as out, progress_bar() as watch:
-            for position, (file, image) in enumerate(zip(self.files, _decode_all(self.files, decode), strict=True)):
+            for position, (file, image) in enumerate(zip(self.files, of_each(self.files, decode), strict=True)):
                 if isinstance(image, str):
                     broken.append((position, f"{file.path}: {image}"))
                 else:
@@ -168,16 +169,19 @@ def _moments(image: Pixels) -> npt.NDArray[np.int64]:
     return np.stack([values.sum(axis=1), np.square(values).sum(axis=1)])
 
 
-def _decode_all(files: Iterable[ImageFile], decode: Decode) -> Iterator[Pixels | str]:
-    """Decode in parallel and in order. Threads are enough: the decoders work outside of Python's lock."""
+def of_each(files: Iterable[ImageFile], work: Callable[[Path], T]) -> Iterator[T]:
+    """Yield what work makes of each file, in parallel and in order.
+
+    Threads are enough: the decoders work outside of Python's lock.
+    """
     threads = min(len(os.sched_getaffinity(0)), _MOST_THREADS)
-    waiting: deque[Future[Pixels | str]] = deque()
+    waiting: deque[Future[T]] = deque()
     with ThreadPoolExecutor(threads) as pool:
         for file in files:
             # A bound on what is under way is a bound on memory, should the disk be slower than the decoder.
             if len(waiting) >= 4 * threads:
                 yield waiting.popleft().result()
-            waiting.append(pool.submit(decode, file.path))
+            waiting.append(pool.submit(work, file.path))
         while waiting:
             yield waiting.popleft().result()
 

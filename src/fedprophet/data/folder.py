@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fedprophet.data.cache import CachedImages, CacheEntry, ImageFile, Pixels
+from fedprophet.data.cache import MOST_BROKEN, CachedImages, CacheEntry, ImageFile, Pixels, of_each
 from fedprophet.data.dataset import Dataset
 from fedprophet.data.examples import LocalExamples, TensorExamples
 from fedprophet.data.registry import Findings, dataset
 from fedprophet.errors import DataError
+from fedprophet.progress import progress_bar
 from fedprophet.settings.section import MOST
 from fedprophet.settings.toml import shown
 
@@ -106,21 +107,29 @@ class Images:
         except DataError as error:
             return Findings(self.root if self.root.exists() else None, (str(error),))
         found = self._entry(tree).read()
-        labels = tree.labels if found is None else found.labels
         problems = list(self.problems(tree))
-        if found is None and not _has_pillow():
+        labels, broken = tree.labels, tuple[str, ...]()
+        notes = [f"not decoded to {self.size}×{self.size} yet: the first run does that"]
+        if found is not None:
+            labels, broken = found.labels, found.broken
+            notes = [f"decoded to {self.size}×{self.size} in {self._entry(tree).path}"]
+        elif _has_pillow():
+            labels, broken = _opened(tree)
+            notes[0] += ". Of each image only the header was read"
+        else:
             problems.append(NO_PILLOW)
+        if broken:
+            refused = len(broken) > MOST_BROKEN * len(tree.files)
+            what = f"more than {MOST_BROKEN:.0%}: repair or remove them" if refused else "they are left out"
+            count = f"{len(broken)} of {len(tree.files)} images cannot be read"
+            (problems if refused else notes).append(f"{count}, {what}. The first is {broken[0]}")
         test = 0
         try:
             test = int(self._held_out(labels, tree).sum())
         except DataError as error:
             problems.append(str(error))
         images = dict(zip(tree.classes, np.bincount(labels, minlength=len(tree.classes)).tolist(), strict=True))
-        note = f"not decoded to {self.size}×{self.size} yet: the first run does that"
-        if found is not None:
-            broken = f", {len(found.broken)} broken ones left out" if found.broken else ""
-            note = f"decoded to {self.size}×{self.size} in {self._entry(tree).path}{broken}"
-        return Findings(self.root, tuple(problems), len(labels) - test, test, images, notes=(note,))
+        return Findings(self.root, tuple(problems), len(labels) - test, test, images, notes=tuple(notes))
 
     def _entry(self, tree: Tree) -> CacheEntry:
         cache = Path(self.cache).expanduser() if self.cache else tree.root / CACHE
@@ -209,6 +218,35 @@ def _has_pillow() -> bool:
     return importlib.util.find_spec("PIL") is not None
 
 
+def _opened(tree: Tree) -> tuple[npt.NDArray[np.int64], tuple[str, ...]]:
+    """Return the labels of the images that can be opened, and which ones cannot and why."""
+    total, readable, broken = len(tree.files), [], []
+    with warnings.catch_warnings(), progress_bar() as watch:
+        warnings.simplefilter("ignore")
+        for number, (file, fault) in enumerate(zip(tree.files, of_each(tree.files, _fault), strict=True), start=1):
+            if fault:
+                broken.append(f"{file.path}: {fault}")
+            else:
+                readable.append(file.label)
+            watch("opening images", number, total)
+    return np.array(readable, dtype=np.int64), tuple(broken)
+
+
+def _fault(path: Path) -> str:
+    """Return why an image cannot be opened, as far as its header tells; nothing where it can."""
+    from PIL import Image  # an extra that only image folders need
+
+    try:
+        with Image.open(path):
+            return ""
+    except Exception as error:  # as in `decode`
+        return _said(error)
+
+
+def _said(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def decode(path: Path, size: int) -> Pixels | str:
     """Return an image as 3 × size × size, or the reason why it cannot be read."""
     from PIL import Image  # an extra that only image folders need
@@ -224,7 +262,7 @@ def decode(path: Path, size: int) -> Pixels | str:
     except MemoryError:
         raise
     except Exception as error:  # a decoder raises whatever a broken file makes it stumble over
-        return " ".join(str(error).split()) or type(error).__name__
+        return _said(error)
 
 
 def _crop(width: int, height: int, size: int) -> tuple[float, float, float, float]:

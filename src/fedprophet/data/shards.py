@@ -86,8 +86,13 @@ def split(indices: Integers, seed: int, client: int, validation: float = 0.2) ->
     if not 0 <= validation < 1:
         raise ConfigError(f"the validation part of a shard must be at least 0 and below 1, not {validation}")
     shuffled = indices[numpy_generator(seed, "split", client).permutation(len(indices))]
-    held_out = max(min(round(len(indices) * validation), len(indices) - 1), 0)
-    return shuffled[held_out:], shuffled[:held_out]
+    count = held_out(len(indices), validation)
+    return shuffled[count:], shuffled[:count]
+
+
+def held_out(size: int, validation: float) -> int:
+    """Return how many samples of a shard are its validation part."""
+    return max(min(round(size * validation), size - 1), 0)
 
 
 @dataclass(frozen=True, eq=False)

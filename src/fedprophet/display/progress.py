@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -13,9 +14,10 @@ from rich.text import Text
 
 from fedprophet.display.numbers import NONE, counted, percent
 from fedprophet.durations import clock, format_duration
+from fedprophet.errors import CheckpointError
 from fedprophet.methods.refresh import measured_text
 from fedprophet.methods.registry import METHODS
-from fedprophet.runs.files import RunFiles
+from fedprophet.runs.files import RunFiles, is_finished, read_results
 from fedprophet.runs.journal import Journal
 from fedprophet.runs.observer import Observer
 from fedprophet.runs.outline import Outline, outline_of
@@ -97,9 +99,7 @@ def facts_of(record: Record, outline: Outline) -> dict[str, str]:
         facts[shown.label] = shown.text(record)
     facts["loss"] = NONE if record["loss"] is None else f"{float(record['loss']):.3f}"
     if "samples" in record:
-        # Without a held-out sample there is no accuracy, not one of zero.
-        reached = (record["clean"], record["adversarial"]) if record["samples"] else (None, None)
-        facts |= zip(ACCURACIES, map(percent, reached), strict=True)
+        facts |= zip(ACCURACIES, map(percent, (record["clean"], record["adversarial"])), strict=True)
     return facts
 
 
@@ -154,12 +154,22 @@ def _clients(clients: Sequence[int]) -> str:
     return f"client{'s' if len(clients) > 1 else ''} {shown}"
 
 
-def headline(outline: Outline, path: Path, round: int = 0) -> str:
-    """Return what a run is and where, and the round that it goes on after."""
+def headline(outline: Outline, path: Path, round: int = 0, finished: bool = False) -> str:
+    """Return what a run is and where, and the round that it goes on after, if it is not finished."""
     config = outline.config
     what = f"{config.method} on {outline.dataset}: {config.model.name}{_cut(outline)}"
     what += f", {config.population.cohort} of {config.population.clients} clients a round"
-    return what + (f"; going on after round {round}" if round else "") + f"\nrun: {path}"
+    goes_on = f"; going on after round {round}" if round else ""
+    if finished:
+        goes_on = f"; finished after round {round}; nothing is left to do"
+    return f"{what}{goes_on}\nrun: {path}"
+
+
+def _is_over(path: Path, round: int) -> bool:
+    """Whether a run has the results of this round; one that was taken back to an earlier round goes on."""
+    with suppress(CheckpointError):
+        return is_finished(RunFiles(path)) and read_results(path).get("rounds") == round
+    return False
 
 
 def _cut(outline: Outline) -> str:
@@ -200,7 +210,7 @@ class PlainLines(Observer):
         for record in Journal(RunFiles(path).journal).read() if round else ():
             if record["round"] == round:
                 self._progress.round_done(record, None)
-        self._print(headline(outline, path, round))
+        self._print(headline(outline, path, round, _is_over(path, round)))
 
     def note(self, text: str) -> None:
         self._print(f"note: {text}")

@@ -51,7 +51,7 @@ def accuracy_page(results: Mapping[str, Any], remarks: Iterable[str] = ()) -> Pa
         Column("Samples"),
     )
     rows = tuple(
-        (part, attack_label(name), cell["accuracy"] if cell["samples"] else None, cell, cell["samples"])
+        (part, attack_label(name), cell["accuracy"], cell, cell["samples"])
         for part in MEASURED_ON
         for name, cell in results.get(part, {}).items()
     )

@@ -294,4 +294,4 @@ class Method(ABC, Generic[S]):
         judged = state.judged
         tasks = [self.evaluation_task(judged, client, threat) for client in clients]
         answers = yield from ask(tasks, Evaluated)
-        return note_accuracy(answers, len(clients), self.world.aggregator, record)
+        return note_accuracy(answers, self.world.aggregator, record)

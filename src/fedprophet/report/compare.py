@@ -28,6 +28,8 @@ NUMERICS = ("engine", "precision")
 IRRELEVANT = frozenset({*NUMERICS, "seed", "data.root", "data.options.cache", "checkpoint.every", "checkpoint.keep"})
 """Keys in which the runs of one row may differ: they do not change what is trained."""
 SETTING_KEYS = ("data.name", "data.validation")
+ARCHITECTURE = "model.architecture"
+"""Stands beside the keys of the configuration where the model has no name."""
 FLEET, REAL_DEVICES = "fleet.", "real devices"
 SETTING_SECTIONS = ("data.options.", "shards.", "population.", FLEET)
 COLUMN_ATTACKS: Mapping[str, Callable[[Config], tuple[str, ...]]] = {
@@ -260,10 +262,21 @@ def _grouped(items: Iterable[T], key: Callable[[T], K]) -> list[list[T]]:
 
 
 def relevant_settings(run: RunSummary) -> dict[str, str]:
-    """Return every key that may change what the run's method trains, except the method and the seed."""
+    """Return every key that may change what the run's method trains, except the method and the seed.
+
+    A model that was handed over adds what it is: its name says nothing.
+    """
     left_out = machine_keys() | IRRELEVANT | {"method"}
     known = {key: value for key, value in _known(run).items() if reads(run.config.method, key)}
-    return {key: value for key, value in known.items() if key not in left_out}
+    return {key: value for key, value in known.items() if key not in left_out} | _own_model(run)
+
+
+def _own_model(run: RunSummary) -> dict[str, str]:
+    """Return what tells a model that was handed over from others, none of which have a name."""
+    if run.config.model.name != CUSTOM:
+        return {}
+    parts = [f"{run.model.parameters} parameters", run.model.architecture] if run.model else ["unknown"]
+    return {ARCHITECTURE: " ".join(filter(None, parts))}
 
 
 def changed_settings(run: RunSummary) -> dict[str, str]:
@@ -388,4 +401,6 @@ def _speedup(row: Row, references: Sequence[Row]) -> Speedup | None:
 
 
 def _model(row: Row) -> dict[str, str]:
-    return {key: value for key, value in _keys(row).items() if key.startswith(("model.name", "model.options"))}
+    return {
+        key: value for key, value in _keys(row).items() if key.startswith(("model.name", "model.options", ARCHITECTURE))
+    }

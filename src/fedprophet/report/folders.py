@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from fedprophet.config.config import Config
 from fedprophet.config.load import load_config
@@ -27,7 +27,7 @@ from fedprophet.report.runs import (
 from fedprophet.runs.checkpoint import Checkpoints
 from fedprophet.runs.engine_history import spans
 from fedprophet.runs.evaluator import KINDS, Kind
-from fedprophet.runs.files import RunFiles
+from fedprophet.runs.files import RunFiles, no_run
 from fedprophet.runs.journal import Journal
 from fedprophet.runs.summary import fault_count, moved_bytes, simulated_seconds, training_memory
 from fedprophet.server.coordinator import Record
@@ -58,16 +58,25 @@ class _Faults:
     faults: dict[str, Any] = field(default_factory=dict)
 
 
+def _without_empty(cells: object) -> object:
+    """Leave out what was measured on no samples: it is no accuracy."""
+    if not isinstance(cells, dict):
+        return cells
+    return {name: cell for name, cell in cells.items() if not isinstance(cell, dict) or cell.get("samples") != 0}
+
+
+_Cells = Annotated[dict[str, MeasuredAccuracy], BeforeValidator(_without_empty)]
+
+
 @dataclass(frozen=True)
 class _Measurements:
-    personalised: dict[str, MeasuredAccuracy]
-    whole: Annotated[dict[str, MeasuredAccuracy], Field(validation_alias="global")]
-    uncalibrated: dict[str, MeasuredAccuracy] = field(default_factory=dict, kw_only=True)
+    personalised: _Cells
+    whole: Annotated[_Cells, Field(validation_alias="global")]
+    uncalibrated: _Cells = field(default_factory=dict, kw_only=True)
 
     def of(self, kind: Kind) -> dict[str, MeasuredAccuracy]:
-        """Return the accuracies of a kind; one over no samples does not count."""
-        cells = {"personalised": self.personalised, "uncalibrated": self.uncalibrated, "global": self.whole}[kind]
-        return {name: cell for name, cell in cells.items() if cell.samples}
+        """Return the accuracies of a kind."""
+        return {"personalised": self.personalised, "uncalibrated": self.uncalibrated, "global": self.whole}[kind]
 
 
 @dataclass(frozen=True)
@@ -100,9 +109,7 @@ def read_folder(path: Path) -> ReadFolder:
     """Return what a run's folder holds, with the records of its rounds; raise CheckpointError as `read_run` does."""
     files = RunFiles(path)
     if not files.config.is_file():
-        raise CheckpointError(
-            f"there is no run in {path}: it has no config.toml. Give folders that fedprophet train has written"
-        )
+        raise no_run(path, "Give folders that fedprophet train has written")
     config = load_config(files.config)
     sound = _sound_records(files, config)
     written = _read(files.results, _Results, f"Delete it and write it again: {how_to_resume(path)}")
@@ -112,7 +119,8 @@ def read_folder(path: Path) -> ReadFolder:
     unfinished = _Results({}, {}, len(records), None, last=_last_evaluated(records, files.journal))
     results = written or unfinished
     evaluation = _read(path / EVALUATION, _Evaluation, "Delete it and measure again: fedprophet evaluate")
-    evaluation, notes = _current(evaluation, results.rounds, finished=written is not None)
+    newest = results.rounds if written else Checkpoints(files.checkpoints, config).newest(results.rounds)
+    evaluation, notes = _current(evaluation, results.rounds, newest)
     inputs = _read(files.inputs, _Inputs, RESTORE) or _Inputs(None)
     deployed = is_deployed(path)
     costs = _costs(records, files.journal)
@@ -145,6 +153,7 @@ def read_folder(path: Path) -> ReadFolder:
         norm_layers=results.norm_layers,
         public_samples=results.public_samples,
         dataset=inputs.dataset,
+        model=setup.model,
         engines=spans(timings),
         notes=(*notes, *more),
     )
@@ -208,14 +217,17 @@ def _checked(parse: Callable[[], T], where: str, advice: str) -> T:
 # Accuracies ----------------------------------------------------------------------------------------------------------
 
 
-def _current(evaluation: _Evaluation | None, rounds: int, finished: bool) -> tuple[_Evaluation | None, list[str]]:
-    """Return the evaluation, unless it measured another model than a finished run's, and the notes on it."""
+def _current(evaluation: _Evaluation | None, rounds: int, newest: int | None) -> tuple[_Evaluation | None, list[str]]:
+    """Return the evaluation, unless it measured another model than the `newest` that is kept, and the notes on it.
+
+    In between a run's checkpoints its journal is further than the model that can be measured.
+    """
     if evaluation is None or evaluation.round == rounds:
         return evaluation, list(evaluation.warnings) if evaluation else []
     measured = f"{EVALUATION} measured the model after round {evaluation.round}"
-    if finished:
-        return None, [f"{measured}, not {rounds}, and does not count: measure again"]
-    return evaluation, [measured, *evaluation.warnings]
+    if evaluation.round == newest:
+        return evaluation, [measured, *evaluation.warnings]
+    return None, [f"{measured}, not {rounds}, and does not count: measure again"]
 
 
 def _last_evaluated(records: Sequence[Record], journal: Path) -> Reached | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from fedprophet.display.numbers import counted, percent
 from fedprophet.methods import METHODS, reads
 from fedprophet.report.compare import (
+    ARCHITECTURE,
     COLUMN_ATTACKS,
     NOT_SET,
     REFERENCE,
@@ -136,7 +137,8 @@ def _rows_differ(setting: Setting) -> Iterator[str]:
         others = {value for row, value in readers if key not in row.differs}
         if key != "model.weights" and (in_labels or len(others) > 1):
             values = _each((value, row.name) for row, value in readers)
-            yield f"Rows differ in the configuration key {key}: {values}."
+            what = "models that were handed over" if key == ARCHITECTURE else f"the configuration key {key}"
+            yield f"Rows differ in {what}: {values}."
 
 
 def _rows_share(setting: Setting) -> Iterator[str]:

@@ -85,6 +85,16 @@ class RoundWire:
 
 
 @dataclass(frozen=True)
+class ModelSetup:
+    """The model that was trained."""
+
+    name: str
+    parameters: Count
+    architecture: str | None = None
+    """A hash of its layers and tensors (`runs.setup.architecture`); runs of earlier versions have none."""
+
+
+@dataclass(frozen=True)
 class RunSummary:
     """A run as a comparison sees it; what its folder does not hold is None or empty.
 
@@ -109,6 +119,7 @@ class RunSummary:
     norm_layers: Mapping[str, str] = field(default_factory=dict)
     public_samples: int = 0
     dataset: str | None = None
+    model: ModelSetup | None = None
     engines: tuple[EngineSpan, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -127,14 +138,6 @@ class Module:
     index: Count
     layers: list[str]
     memory_bytes: Count
-
-
-@dataclass(frozen=True)
-class ModelSetup:
-    """The model that was trained."""
-
-    name: str
-    parameters: Count
 
 
 @dataclass(frozen=True)

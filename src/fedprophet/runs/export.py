@@ -1,8 +1,10 @@
 """The one model that anyone can load: shared parameters, and one set of norm layers for all clients."""
 
+import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -18,6 +20,9 @@ from fedprophet.runs.session import Session
 from fedprophet.server.coordinator import Engine, Record
 from fedprophet.storage.files import file_hash, tensors_to_bytes, write_atomic
 from fedprophet.version import __version__
+
+OTHER_FORMATS = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".onnx", ".npz", ".h5")
+"""How the names of models in other formats end."""
 
 
 def exported_model(
@@ -51,7 +56,15 @@ def write_model(run: Run, path: Path) -> None:
 
 
 def expect_replaceable(path: Path) -> None:
-    """Raise ConfigError where an exported model would take the place of something else, or of a run's own model."""
+    """Raise ConfigError where an exported model would take the place of something else, or of a run's own model.
+
+    So it does under the name of another format, by which programs would read it.
+    """
+    if path.suffix.lower() in OTHER_FORMATS:
+        raise ConfigError(
+            f"{path}: models are exported as safetensors, and {path.suffix} is the name of another format. Give a file "
+            f"such as {path.with_suffix('.safetensors')}"
+        )
     beside = RunFiles(path.parent)
     if path.name == beside.model.name and beside.config.exists():
         raise ConfigError(f"{path} is a run's own file, and stays as it is. Give another file")
@@ -75,6 +88,23 @@ def _training(config: Config) -> Iterator[tuple[str, str]]:
         yield "averaged_rounds", f"up to {config.horizon_rounds}"  # the best round may have been an earlier one
     if config.train.calibration != "none":
         yield from (("calibration", config.train.calibration), ("smoothing", str(config.train.smoothing)))
+
+
+def about_exported(path: Path) -> dict[str, Any]:
+    """Return what the metadata of an exported model say, and the digest of the file."""
+    with safe_open(path, framework="pt") as file:
+        said = dict(file.metadata())
+    del said["format"]
+    numbers = {"classes": int, "rounds": int, "smoothing": float}
+    documents = dict.fromkeys(("options", "normalize_mean", "normalize_std"), json.loads)
+    read: Mapping[str, Callable[[str], Any]] = {"input": _shape, **numbers, **documents}
+    about = {key: read[key](value) if key in read else value for key, value in said.items()}
+    with path.open("rb") as content:
+        return {**about, "digest": hashlib.file_digest(content, file_hash).hexdigest()}
+
+
+def _shape(text: str) -> list[int]:
+    return [int(side) for side in text.split("x")]
 
 
 def finished_model(run: Run) -> bytes:

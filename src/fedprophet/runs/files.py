@@ -8,6 +8,9 @@ from typing import Any
 from fedprophet.errors import CheckpointError
 from fedprophet.storage.files import CONFIG, IDENTITY, file_hash, how_to_resume, parse_json
 
+NAMED = 3
+"""The most runs in a folder that are named."""
+
 
 class RunFiles:
     """Where a run keeps its files."""
@@ -40,6 +43,17 @@ class RunFiles:
         """The closing summary."""
         self.report = path / "report.html"
         """The page that `fedprophet train` makes of a finished run."""
+
+
+def no_run(path: Path, advice: str) -> CheckpointError:
+    """Return the error of a folder that holds no run; one that holds folders of runs names some of them."""
+    what = f"there is no run in {path}: it has no config.toml"
+    within = sorted(file.parent for file in path.glob("*/config.toml"))
+    if not within:
+        return CheckpointError(f"{what}. {advice}")
+    more = f" and {len(within) - NAMED} more" if len(within) > NAMED else ""
+    named = ", ".join(map(str, within[:NAMED]))
+    return CheckpointError(f"{what}. It is a folder of runs: {named}{more}. Give the folder of a run")
 
 
 def read_results(path: Path) -> Mapping[str, Any]:

@@ -8,12 +8,15 @@ from collections.abc import Iterable, Iterator
 
 from fedprophet.cascade.atoms import statistics_layers
 from fedprophet.cascade.norms import statistics_names
+from fedprophet.data.shards import held_out
 from fedprophet.methods import METHODS, reads
 from fedprophet.methods.world import World
 from fedprophet.settings.toml import shown
 
 LAYER_KEYS = ("layers", "frozen_after")
 REFRESH_KEYS = ("refresh", "refresh_after", "refresh_layers", "refresh_clients")
+MANY = 0.1
+"""It is noted where a larger share of the clients than this cannot be judged."""
 LATER_MODULES = (
     "perturbation.",
     "assignment.",
@@ -41,11 +44,24 @@ def idle_notes(world: World) -> Iterator[str]:
 def doubtful_notes(world: World) -> Iterator[str]:
     """Yield a sentence for settings that do not go together."""
     config = world.config
+    yield from _unjudged(world)
     if config.horizon_rounds and statistics_names(world.chain) and world.chain.local():
         asked = f"aggregate.horizon = {shown(config.aggregate.horizon)} with norm.layers = {shown(config.norm.layers)}"
         yield (
             f"{asked}: clients' own norm layers have seen the last round's model and not the mean that is judged. "
             'norm.layers = "shared" goes with it'
+        )
+
+
+def _unjudged(world: World) -> Iterator[str]:
+    """Say if many clients would hold no sample that they can be judged on, where the server knows their shards."""
+    sizes = [size for client in world.pool.eligible.tolist() if (size := world.sizes(client)) is not None]
+    clients, validation = world.config.population.clients, world.config.data.validation
+    without = clients - sum(held_out(size, validation) > 0 for size in sizes)
+    if sizes and without > MANY * clients:
+        yield (
+            f"{sum(sizes):,} training samples for {clients:,} clients: {without:,} of them hold no held-out sample, so "
+            "that they have no accuracy of their own. Fewer population.clients or a larger data.validation change that"
         )
 
 

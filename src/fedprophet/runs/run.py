@@ -17,7 +17,7 @@ from fedprophet.messages.modules import kinds_of
 from fedprophet.methods.base import MethodState
 from fedprophet.runs.beginning import check_start, starting_weights
 from fedprophet.runs.checkpoint import Checkpoints
-from fedprophet.runs.files import RunFiles, is_finished, model_fits, resume_hint
+from fedprophet.runs.files import RunFiles, is_finished, model_fits, no_run, resume_hint
 from fedprophet.runs.folder import FolderContents, check_folder
 from fedprophet.runs.idle import doubtful_notes, idle_notes
 from fedprophet.runs.recorded import recorded_modules
@@ -133,7 +133,7 @@ def _about_model(files: RunFiles) -> Iterator[str]:
 def expect_run(path: Path) -> None:
     """Refuse a folder that holds no run."""
     if not RunFiles(path).config.exists():
-        raise CheckpointError(f"there is no run in {path}: it has no config.toml. Start one with: fedprophet train")
+        raise no_run(path, "Start one with: fedprophet train")
 
 
 def _expect_fitting(state: MethodState, session: Session, where: str, files: RunFiles, recorded: bool) -> None:

@@ -4,8 +4,11 @@ It is written when a run begins, so that a run in progress can be looked at with
 goes on has the modules that it names (`runs.recorded`).
 """
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+from torch import nn
 
 from fedprophet.client.planned_cost import MeasuredCost
 from fedprophet.errors import CheckpointError
@@ -29,7 +32,11 @@ def note_setup(run: Run) -> None:
     write_json(
         run.files.setup,
         {
-            "model": {"name": session.config.model.name, "parameters": _parameters(session)},
+            "model": {
+                "name": session.config.model.name,
+                "parameters": _parameters(session),
+                "architecture": architecture(session.world.chain.model),
+            },
             "data": {
                 "name": dataset.name,
                 "shape": list(dataset.shape),
@@ -63,6 +70,16 @@ def module_rows(session: Session) -> dict[str, Any]:
             for module in session.world.modules
         ],
     }
+
+
+def architecture(model: nn.Module) -> str:
+    """Return what tells a model from others of its name, whatever its weights: a hash of its layers and tensors.
+
+    What layers are set to beside their tensors' shapes, such as strides, is not part of it.
+    """
+    layers = [f"{name}:{type(layer).__qualname__}" for name, layer in model.named_modules()]
+    tensors = [f"{name}:{tuple(tensor.shape)}" for name, tensor in model.state_dict().items()]
+    return hashlib.blake2b("\n".join([*layers, *tensors]).encode(), digest_size=8).hexdigest()
 
 
 def _parameters(session: Session) -> int:

@@ -29,25 +29,25 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class Estimate:
-    """One accuracy in [0, 1] with the samples it rests on and its 95 % interval."""
+    """One accuracy in [0, 1] with the samples it rests on and its 95 % interval; without samples there is none."""
 
-    accuracy: float
+    accuracy: float | None
     samples: int
     interval: Interval
 
 
-def note_accuracy(answers: Sequence[Evaluated], asked: int, aggregator: Aggregator, record: Record) -> Accuracy | None:
-    """Return the personalised accuracy of a round and note it; None where missing answers leave no sample.
+def note_accuracy(answers: Sequence[Evaluated], aggregator: Aggregator, record: Record) -> Accuracy | None:
+    """Return the personalised accuracy of a round and note it; None where the answers are over no sample.
 
     It is that of each client on its own held-out samples, joined by the run's rule: under the mean, as in the paper,
     weighted by shard size. A client without held-out samples has no accuracy and does not count.
     """
     sound = sound_answers(answers, evaluation_fault, record)
     counted = aggregator.believed([answer for answer in sound if answer.samples > 0 and answer.weight > 0], record)
-    if not counted and len(sound) < asked:
+    if not counted:
         return None
     shares = [(each.weight, (each.clean / each.samples, each.adversarial / each.samples)) for each in counted]
-    clean, adversarial = aggregator.join_numbers(shares) if shares else (0.0, 0.0)
+    clean, adversarial = aggregator.join_numbers(shares)
     accuracy = Accuracy(clean, adversarial, sum(answer.samples for answer in counted))
     record |= {"clean": accuracy.clean, "adversarial": accuracy.adversarial, "samples": accuracy.samples}
     return accuracy
@@ -66,7 +66,7 @@ def personalised_estimate(answers: Sequence[Evaluated], inputs: InputKind) -> Es
     counted = [answer for answer in answers if evaluation_fault(answer) is None and answer.samples > 0]
     total = sum(answer.weight for answer in counted)
     if not total:
-        return Estimate(0.0, 0, (0.0, 1.0))
+        return Estimate(None, 0, (0.0, 1.0))
     value, variance = 0.0, 0.0
     for answer in counted:
         right, n = getattr(answer, inputs), answer.samples
@@ -81,7 +81,7 @@ def personalised_estimate(answers: Sequence[Evaluated], inputs: InputKind) -> Es
 def pooled_estimate(answers: Sequence[Evaluated], inputs: InputKind) -> Estimate:
     """Return the plain accuracy on one kind of inputs over all samples, with Wilson's interval."""
     right, samples = sum(getattr(answer, inputs) for answer in answers), sum(answer.samples for answer in answers)
-    return Estimate(right / samples if samples else 0.0, samples, wilson(right, samples))
+    return Estimate(right / samples if samples else None, samples, wilson(right, samples))
 
 
 def wilson(right: int, samples: int) -> Interval:
