@@ -15,6 +15,7 @@ from fedprophet.client.budget import cheapest, least
 from fedprophet.client.iteration import LocalIteration
 from fedprophet.client.memory_plan import PLAIN, MemoryPlan, Step
 from fedprophet.client.part import ModelPart
+from fedprophet.threads import torch_threads
 from fedprophet.threat import ThreatModel
 
 
@@ -35,6 +36,15 @@ def test_sub_networks_whose_widths_fill_no_block_are_predicted_too(plan: MemoryP
     iteration = iteration_on(narrow_chain(chain, channels, kept).model)
     iteration.measured(plan)
     assert iteration.measured(plan) == pytest.approx(iteration.predicted(plan), rel=0.02)
+
+
+def test_a_measurement_has_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+    step = LocalIteration.step
+    monkeypatch.setattr(LocalIteration, "step", lambda *call: threads.append(torch.get_num_threads()) or step(*call))
+    with torch_threads(3):
+        iteration_on().measured(PLAIN)
+        assert (threads, torch.get_num_threads()) == ([1], 3)
 
 
 def test_inner_modules_with_a_head_are_predicted_too() -> None:

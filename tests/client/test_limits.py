@@ -36,6 +36,7 @@ from fedprophet.messages.answers import Trained
 from fedprophet.messages.modules import ModuleStore
 from fedprophet.messages.tasks import Train
 from fedprophet.messages.values import FrozenModule, LocalTraining, Resources
+from fedprophet.threads import torch_threads
 from fedprophet.threat import input_threat
 
 HYPER = LocalTraining(3, 8, learning_rate=0.05, momentum=0.9, weight_decay=1e-4, strong_convexity=1e-5)
@@ -198,6 +199,22 @@ def test_a_tighter_limit_leads_to_a_dearer_plan_that_keeps_within_it() -> None:
     assert plans[0] == PLAIN
     assert len(set(plans)) == 3
     assert str(terms) == str(plans[-1])
+
+
+def test_training_within_a_limit_has_one_thread_and_afterwards_there_are_as_many_as_before() -> None:
+    part = ModelPart(_chain(), 0, 3, None)
+    with torch_threads(3):
+        with limited(_task(memory=10**9), part, _inputs(part)[0], (), _Fixed(PLAIN)):
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 3
+        with pytest.raises(BudgetError), limited(_task(memory=1), part, _inputs(part)[0], (), Planner()):
+            raise AssertionError
+        assert torch.get_num_threads() == 3
+        with pytest.raises(KeyError), limited(_task(memory=10**9), part, _inputs(part)[0], (), _Fixed(PLAIN)):
+            raise KeyError
+        assert torch.get_num_threads() == 3
+        with limited(_task(), part, _inputs(part)[0], (), Planner()):
+            assert torch.get_num_threads() == 3
 
 
 def test_a_limit_that_no_plan_fits_is_refused_before_training() -> None:
