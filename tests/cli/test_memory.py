@@ -1,6 +1,7 @@
 """`fedprophet memory` as a person and as a program call it."""
 
 import json
+import re
 
 import pytest
 import typer
@@ -99,6 +100,15 @@ def test_plans_that_are_predicted_to_fit_and_do_not_when_they_are_tried(monkeypa
     text = " ".join(call("cnn3", "--input", "1x8x8", "--batch", "4", "--budget", "2MB").stdout.split())
     note = "module 1: none kept within the budget when it was tried; the most economical one is predicted to take 1."
     assert note in text
+
+
+@pytest.mark.parametrize("model", ["paper", "measured"])
+def test_the_budget_that_an_error_names_works(model):
+    """On paper 1.8 MB are enough for the largest atom, but for no plan of it."""
+    tight = ("cnn3", "--input", "1x8x8", "--batch", "32", "--memory-model", model, "--budget")
+    named = re.search(r"smallest budget that works is (\d+) bytes", str(call(*tight, "300kB").exception))
+    assert named
+    assert all(module["fits"] for module in document(*tight, named[1])["modules"])
 
 
 def test_table_for_people():
