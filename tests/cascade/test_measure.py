@@ -166,6 +166,30 @@ def test_a_layers_step_takes_what_is_predicted(name: str, wanted: bool) -> None:
     assert measured_peak(compute, CPU) + held == pytest.approx(live.peak, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("shape", "weight"), [((32, 3, 16, 16), (256, 3, 3, 3)), ((4, 16, 8, 8), (512, 16, 3, 3))], ids=["image", "wider"]
+)
+def test_the_result_of_a_convolution_is_there_twice_while_it_is_copied_back(shape, weight) -> None:
+    x, w = torch.rand(shape), torch.rand(weight)
+    with torch.no_grad(), LiveBytes() as live:
+        result = torch.conv2d(x, w, padding=1)
+    assert measured_peak(lambda: torch.conv2d(x, w, padding=1), CPU) == live.peak == 2 * result.nbytes
+
+
+def test_at_an_image_a_strided_convolution_has_rows_of_products() -> None:
+    """64 outputs · 3 channels · 64 rows · 7 columns are 344,064 bytes: where images are few, a large part."""
+    gradient, x, weight = torch.rand(2, 64, 32, 32), torch.rand(2, 3, 64, 64), torch.rand(64, 3, 7, 7)
+
+    def compute() -> None:
+        backward, asked = torch.ops.aten.convolution_backward, [True, False, False]
+        backward(gradient, x, weight, None, [2, 2], [3, 3], [1, 1], False, [0, 0], 1, asked)
+
+    compute()
+    with LiveBytes() as live:
+        compute()
+    assert measured_peak(compute, CPU) == pytest.approx(live.peak, rel=0.07)
+
+
 def test_a_prediction_allocates_nothing() -> None:
     """A layer and a batch of petabytes are predicted; and the module has its own tensors back."""
     with torch.device("meta"):

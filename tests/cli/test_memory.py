@@ -136,6 +136,7 @@ def test_modules_can_be_cut_by_what_they_take():
         (["--budget", "2MB", "--optimizer", "adam"], ConfigError, "sgd, sgd-momentum"),
         (["--budget", "2MB", "--optimizer", "sdg"], ConfigError, "Did you mean 'sgd'?"),
         (["--budget", "2MB", "--memory-model", "mine"], ConfigError, "paper"),
+        (["--budget", "2MB", "--input", "1x8"], ConfigError, "--input 1x8: models take images of channels"),
         (["--budget", "none"], ConfigError, "not a memory budget"),
         (["--budget", "1kB"], BudgetError, "too small"),
         (["--budget", "1kB", "--memory-model", "measured"], BudgetError, "too small"),

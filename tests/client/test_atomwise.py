@@ -315,6 +315,15 @@ def test_the_generators_state_is_kept_for_atoms_that_draw_and_counts(name: str, 
         assert (live.now - before) // 10**6 == states
 
 
+@pytest.mark.parametrize("shaped", [nn.Identity(), nn.Flatten(2)], ids=["as it is", "flat"])
+def test_an_atom_that_only_reshapes_gives_memory_of_its_own(shaped: nn.Module) -> None:
+    """The way back writes to an output, and the input is kept."""
+    part, x = ModelPart(explicit_chain(nn.Sequential(shaped)), 0, 1, None), torch.randn(5, 3, 8, 8)
+    output = AtomwiseStep(part, 5).run_of(0, x, 5).forward(owned=True)
+    assert torch.equal(output.flatten(), x.flatten())
+    assert output.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+
+
 def test_pieces_cover_all_samples_once() -> None:
     assert list(pieces(7, 3)) == [slice(0, 3), slice(3, 6), slice(6, 7)]
     assert list(pieces(2, 4)) == [slice(0, 2)]

@@ -400,6 +400,14 @@ def test_on_a_gpu_what_exceeds_the_limit_is_our_error(work, text: str, monkeypat
     assert gpu.fraction == 0.9
 
 
+def test_on_a_gpu_an_error_that_has_nothing_to_do_with_memory_stays_as_it_is(monkeypatch) -> None:
+    gpu = _Cuda(peak=300)
+    gpu.put_in_place(monkeypatch)
+    with pytest.raises(RuntimeError, match="^shapes$"), _on_cuda(Terms(PLAIN, 150), CPU, HELD, _exceeded):
+        raise RuntimeError("shapes")
+    assert gpu.fraction == 0.9
+
+
 def test_on_a_gpu_the_first_iteration_that_exceeds_the_limit_is_the_last(monkeypatch) -> None:
     """Of 300 bytes 200 are others': 350 are allowed. The third of five iterations takes 351."""
     gpu, part, terms, checked = _Cuda(peak=350), ModelPart(_chain(), 0, 2, _head()), Terms(PLAIN, 150), []
