@@ -4,7 +4,7 @@ Floating-point sums differ between numbers of threads, so the number belongs to 
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -24,6 +24,11 @@ def torch_threads(count: int | None = None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def one_thread(device: torch.device) -> AbstractContextManager[None]:
+    """Let torch use one thread in a `with` block whose memory counts: on a CPU every thread has buffers of its own."""
+    return nullcontext() if device.type == "cuda" else torch_threads(1)
 
 
 class OneThread:

@@ -128,6 +128,14 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "large weight": (lambda: nn.Conv2d(256, 256, 3, padding=1), (8, 256, 4, 4)),
     "strided": (lambda: nn.Conv2d(64, 128, 3, 2, 1), (32, 64, 16, 16)),
     "strided 1x1": (lambda: nn.Conv2d(64, 128, 1, 2, bias=False), (32, 64, 16, 16)),
+    "17 channels": (lambda: nn.Conv2d(17, 17, 3, padding=1), (32, 17, 16, 16)),
+    "20 channels": (lambda: nn.Conv2d(20, 50, 3, padding=1), (32, 20, 16, 16)),
+    "24 channels": (lambda: nn.Conv2d(24, 17, 3, padding=1), (32, 24, 16, 16)),
+    "50 channels": (lambda: nn.Conv2d(50, 24, 3, padding=1), (32, 50, 16, 16)),
+    "large weight, 20 channels": (lambda: nn.Conv2d(20, 500, 3, padding=1), (8, 20, 4, 4)),
+    "few results": (lambda: nn.Conv2d(40, 9, 3, padding=1), (32, 40, 16, 16)),
+    "image, 20 channels": (lambda: nn.Conv2d(1, 20, 3, padding=1), (32, 1, 16, 16)),
+    "strided 1x1, 3 channels": (lambda: nn.Conv2d(3, 24, 1, 2), (32, 3, 16, 16)),
     "first of a ResNet": (lambda: nn.Conv2d(3, 64, 7, 2, 3, bias=False), (8, 3, 64, 64)),
     "norm": (lambda: nn.BatchNorm2d(64), (32, 64, 16, 16)),
     "linear": (lambda: nn.Linear(512, 1024), (64, 512)),
@@ -156,6 +164,30 @@ def test_a_layers_step_takes_what_is_predicted(name: str, wanted: bool) -> None:
         compute()
     held = bytes_of([*layer.parameters(), *layer.buffers()])
     assert measured_peak(compute, CPU) + held == pytest.approx(live.peak, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("shape", "weight"), [((32, 3, 16, 16), (256, 3, 3, 3)), ((4, 16, 8, 8), (512, 16, 3, 3))], ids=["image", "wider"]
+)
+def test_the_result_of_a_convolution_is_there_twice_while_it_is_copied_back(shape, weight) -> None:
+    x, w = torch.rand(shape), torch.rand(weight)
+    with torch.no_grad(), LiveBytes() as live:
+        result = torch.conv2d(x, w, padding=1)
+    assert measured_peak(lambda: torch.conv2d(x, w, padding=1), CPU) == live.peak == 2 * result.nbytes
+
+
+def test_at_an_image_a_strided_convolution_has_rows_of_products() -> None:
+    """64 outputs · 3 channels · 64 rows · 7 columns are 344,064 bytes: where images are few, a large part."""
+    gradient, x, weight = torch.rand(2, 64, 32, 32), torch.rand(2, 3, 64, 64), torch.rand(64, 3, 7, 7)
+
+    def compute() -> None:
+        backward, asked = torch.ops.aten.convolution_backward, [True, False, False]
+        backward(gradient, x, weight, None, [2, 2], [3, 3], [1, 1], False, [0, 0], 1, asked)
+
+    compute()
+    with LiveBytes() as live:
+        compute()
+    assert measured_peak(compute, CPU) == pytest.approx(live.peak, rel=0.07)
 
 
 def test_a_prediction_allocates_nothing() -> None:

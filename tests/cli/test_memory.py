@@ -1,6 +1,7 @@
 """`fedprophet memory` as a person and as a program call it."""
 
 import json
+import re
 
 import pytest
 import typer
@@ -101,6 +102,15 @@ def test_plans_that_are_predicted_to_fit_and_do_not_when_they_are_tried(monkeypa
     assert note in text
 
 
+@pytest.mark.parametrize("model", ["paper", "measured"])
+def test_the_budget_that_an_error_names_works(model):
+    """On paper 1.8 MB are enough for the largest atom, but for no plan of it."""
+    tight = ("cnn3", "--input", "1x8x8", "--batch", "32", "--memory-model", model, "--budget")
+    named = re.search(r"smallest budget that works is (\d+) bytes", str(call(*tight, "300kB").exception))
+    assert named
+    assert all(module["fits"] for module in document(*tight, named[1])["modules"])
+
+
 def test_table_for_people():
     result = call(*SMALL, "--budget", "1600kB", "--no-measure")
     assert result.exit_code == 0, result.output
@@ -126,6 +136,7 @@ def test_modules_can_be_cut_by_what_they_take():
         (["--budget", "2MB", "--optimizer", "adam"], ConfigError, "sgd, sgd-momentum"),
         (["--budget", "2MB", "--optimizer", "sdg"], ConfigError, "Did you mean 'sgd'?"),
         (["--budget", "2MB", "--memory-model", "mine"], ConfigError, "paper"),
+        (["--budget", "2MB", "--input", "1x8"], ConfigError, "--input 1x8: models take images of channels"),
         (["--budget", "none"], ConfigError, "not a memory budget"),
         (["--budget", "1kB"], BudgetError, "too small"),
         (["--budget", "1kB", "--memory-model", "measured"], BudgetError, "too small"),

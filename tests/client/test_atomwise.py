@@ -12,6 +12,8 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from fedprophet.cascade.atoms import Chain, chain_of, explicit_chain
 from fedprophet.cascade.heads import Head, HeadShape
+from fedprophet.cascade.measure import LiveBytes
+from fedprophet.client import atomwise
 from fedprophet.client.aims import Labels
 from fedprophet.client.atomwise import AtomwiseStep, pieces
 from fedprophet.client.memory_plan import PLAIN, MemoryPlan, Step
@@ -295,6 +297,31 @@ def test_inputs_are_not_written_to() -> None:
             step.forward(x, Labels(torch.arange(5) % CLASSES), 0.0)
             step.backward(lambda parameters: [setattr(p, "grad", None) for p in parameters] and None)
     assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize(("name", "states"), [("conv, norm, relu in place, pool", 0), ("dropout", 2)])
+def test_the_generators_state_is_kept_for_atoms_that_draw_and_counts(name: str, states: int, monkeypatch) -> None:
+    """It has 5 kB, and a megabyte here. Two of three atoms have dropout."""
+    with LiveBytes() as live:
+        state, _ = atomwise._random_state(torch.device("cpu"))
+        assert live.now == state.nbytes == torch.get_rng_state().nbytes
+    monkeypatch.setattr(atomwise, "_random_state", lambda _: (torch.zeros(10**6, dtype=torch.uint8), None))
+    network = _network(name)
+    part, x = ModelPart(explicit_chain(network), 0, len(network), None), torch.randn(5, 3, 8, 8, dtype=torch.float64)
+    step = AtomwiseStep(part, 5)
+    with part.mode(training=True), LiveBytes([*part.tensors, x]) as live:
+        before = live.now
+        step.forward(x, Labels(torch.arange(5) % CLASSES), 0.0)
+        assert (live.now - before) // 10**6 == states
+
+
+@pytest.mark.parametrize("shaped", [nn.Identity(), nn.Flatten(2)], ids=["as it is", "flat"])
+def test_an_atom_that_only_reshapes_gives_memory_of_its_own(shaped: nn.Module) -> None:
+    """The way back writes to an output, and the input is kept."""
+    part, x = ModelPart(explicit_chain(nn.Sequential(shaped)), 0, 1, None), torch.randn(5, 3, 8, 8)
+    output = AtomwiseStep(part, 5).run_of(0, x, 5).forward(owned=True)
+    assert torch.equal(output.flatten(), x.flatten())
+    assert output.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
 
 
 def test_pieces_cover_all_samples_once() -> None:

@@ -330,4 +330,4 @@ def test_a_plan_that_does_not_fit_runs_out_and_leaves_no_trace() -> None:
     assert trial.attack > BUDGET
     assert torch.cuda.memory_allocated() <= before + 10**6  # cuBLAS keeps its workspaces
     with allocator_limit(CUDA, 10**6), pytest.raises(torch.OutOfMemoryError):
-        iteration._inputs().repeat(100, 1, 1, 1)
+        iteration.inputs().repeat(100, 1, 1, 1)

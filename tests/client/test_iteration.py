@@ -8,11 +8,14 @@ from iterations import HYPER, STEPS, THREAT, iteration_on, network
 from torch import nn
 
 from fedprophet.cascade.atoms import explicit_chain
+from fedprophet.cascade.channel_flow import channels_of
 from fedprophet.cascade.heads import build_head
+from fedprophet.cascade.narrow import narrow_chain
 from fedprophet.client.budget import cheapest, least
 from fedprophet.client.iteration import LocalIteration
 from fedprophet.client.memory_plan import PLAIN, MemoryPlan, Step
 from fedprophet.client.part import ModelPart
+from fedprophet.threads import torch_threads
 from fedprophet.threat import ThreatModel
 
 
@@ -22,6 +25,26 @@ def test_what_is_predicted_is_what_is_measured(plan: MemoryPlan) -> None:
     plan = replace(plan, attack=plan.attack or 2) if plan is not STEPS[0] else plan
     iteration.measured(plan)  # what is set up once is not part of an iteration
     assert iteration.measured(plan) == pytest.approx(iteration.predicted(plan), rel=0.05)
+
+
+@pytest.mark.parametrize("plan", [PLAIN, MemoryPlan(4, Step.PIECES, 4)], ids=str)
+def test_sub_networks_whose_widths_fill_no_block_are_predicted_too(plan: MemoryPlan) -> None:
+    """Of 32 and 64 channels 17 and 34 are kept. oneDNN computes with 32 and 48."""
+    chain = explicit_chain(network())
+    channels = channels_of(chain.model, (3, 32, 32))
+    kept = {group: torch.arange(int(0.54 * width)) for group, width in channels.groups.items()}
+    iteration = iteration_on(narrow_chain(chain, channels, kept).model)
+    iteration.measured(plan)
+    assert iteration.measured(plan) == pytest.approx(iteration.predicted(plan), rel=0.02)
+
+
+def test_a_measurement_has_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+    step = LocalIteration.step
+    monkeypatch.setattr(LocalIteration, "step", lambda *call: threads.append(torch.get_num_threads()) or step(*call))
+    with torch_threads(3):
+        iteration_on().measured(PLAIN)
+        assert (threads, torch.get_num_threads()) == ([1], 3)
 
 
 def test_inner_modules_with_a_head_are_predicted_too() -> None:

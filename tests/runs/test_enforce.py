@@ -86,8 +86,8 @@ def _distance(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
 
 
 @pytest.mark.slow
-def test_peaks_in_the_journal_are_what_is_measured(tiny) -> None:
-    """For a model of which small tensors, which torch's kernels take for themselves, are a small part."""
+def test_nothing_is_measured_beyond_the_peaks_in_the_journal(tiny) -> None:
+    """Beside what is measured here, a client holds the order of its samples."""
     config = tiny({**LIMITED, **TIGHT, "model.options": {}, "train.batch": 64, "evaluate.clients": 1})
     session, again = assemble(config), assemble(config).world
     _, record = play_round(session.method.round(session.method.initial()), session.engine)
@@ -96,7 +96,8 @@ def test_peaks_in_the_journal_are_what_is_measured(tiny) -> None:
     found = cheapest(iteration, session.budget - LEAST_ALLOWANCE)
     assert str(found.plan) == plan["plan"]
     iteration.measured(found.plan)  # what is set up once
-    assert plan["peak_bytes"] == pytest.approx(iteration.measured(found.plan), rel=0.05)
+    measured = iteration.measured(found.plan)
+    assert 0.95 * plan["peak_bytes"] <= measured <= plan["peak_bytes"] <= plan["limit_bytes"]
 
 
 @pytest.mark.slow

@@ -34,21 +34,21 @@ Transient = Callable[[tuple[Any, ...], Any], int]
 BLOCK, SMALL_BLOCK = 16, 8
 """oneDNN's own order of a tensor has channels in blocks of this many; the last one is filled up."""
 FEW = 3
-"""Images of this many channels or fewer are read as they are."""
+"""Images of this many channels or fewer are read as they are, but by convolutions of single positions."""
 
 
 def _convolution(arguments: tuple[Any, ...], result: Tensor) -> int:
     """Count a convolution as oneDNN computes it: on copies in an order of its own, with the result copied back."""
-    read = sum(tensor.nbytes for tensor in arguments[:2])
-    return int(max(read + result.nbytes, 2 * result.nbytes))
+    x, weight, bias = arguments[:3]
+    copied = x.nbytes if _read_as_it_is(x, weight) else _blocked(x)
+    return _blocked(result) + max(copied + _blocked_weight(weight), result.nbytes) + _bias(bias)
 
 
 def _convolution_backward(arguments: tuple[Any, ...], result: tuple[Tensor | None, ...]) -> int:
     gradient, x, weight, _, stride = arguments[:5]
-    at_input, at_weight = ((part.nbytes if part is not None else 0) for part in result[:2])
+    at_input, at_weight = (_bytes([part]) for part in result[:2])
     first = _at_input(gradient, x, weight, max(stride)) if at_input else 0
-    copied = 0 if x.shape[1] <= FEW else _blocked(x, SMALL_BLOCK if x.shape[1] <= SMALL_BLOCK else BLOCK)
-    second = max(copied + gradient.nbytes + at_weight, 2 * at_weight) if at_weight else 0
+    second = _at_weight(gradient, x, weight) + 2 * _bytes(result[2:]) + _bias(result[2]) if at_weight else 0
     return max(first, at_input + second)
 
 
@@ -56,24 +56,70 @@ def _at_input(gradient: Tensor, x: Tensor, weight: Tensor, stride: int) -> int:
     if stride > 1 and x.shape[1] <= FEW:
         rows = weight.shape[0] * math.prod(x.shape[1:-1]) * weight.shape[-1] * weight.element_size()
         return gradient.nbytes + x.nbytes + gradient.nbytes // len(gradient) + rows
-    return max(gradient.nbytes + weight.nbytes + _blocked(x, BLOCK), (2 if stride == 1 else 3) * x.nbytes)
+    filled = _blocked_weight(weight, 0 if x.shape[1] == weight.shape[1] else FEW)
+    return _blocked(x) + max(_blocked(gradient) + filled, (1 if stride == 1 else 2) * x.nbytes)
 
 
-def _blocked(x: Tensor, block: int) -> int:
-    return x.nbytes // x.shape[1] * -(-x.shape[1] // block) * block
+def _at_weight(gradient: Tensor, x: Tensor, weight: Tensor) -> int:
+    small = x.shape[1] <= SMALL_BLOCK and not _of_single_positions(weight)
+    copied = 0 if _read_as_it_is(x, weight) else _blocked(x, SMALL_BLOCK if small else BLOCK)
+    return _blocked_weight(weight) + max(copied + _blocked(gradient), weight.nbytes)
+
+
+def _bias(bias: Tensor | None) -> int:
+    """Count the copies of a bias that fills no block."""
+    filled = 0 if bias is None else _filled(len(bias), BLOCK)
+    return 0 if bias is None or filled == len(bias) else 2 * filled * bias.element_size()
+
+
+def _read_as_it_is(x: Tensor, weight: Tensor) -> bool:
+    return x.shape[1] <= FEW and not _of_single_positions(weight)
+
+
+def _of_single_positions(weight: Tensor) -> bool:
+    return math.prod(weight.shape[2:]) == 1
+
+
+def _blocked(x: Tensor, block: int = BLOCK) -> int:
+    return x.nbytes // x.shape[1] * _filled(x.shape[1], block)
+
+
+def _blocked_weight(weight: Tensor, few: int = FEW) -> int:
+    """Count a copy of a weight: its channels are in blocks on both sides, but for `few` of them at the input."""
+    outputs, inputs = weight.shape[:2]
+    filled = _filled(outputs, BLOCK) * (inputs if inputs <= few else _filled(inputs, BLOCK))
+    return weight.nbytes // (outputs * inputs) * filled
+
+
+def _filled(channels: int, block: int) -> int:
+    return -(-channels // block) * block
+
+
+def _batch_norm(arguments: tuple[Any, ...], result: tuple[Tensor | None, ...]) -> int:
+    """Count a factor and a summand for each channel beside what is returned."""
+    x = arguments[0]
+    return _bytes(result) + 2 * x.shape[1] * x.element_size()
 
 
 def _batch_norm_backward(arguments: tuple[Any, ...], result: tuple[Tensor | None, ...]) -> int:
     """Count the gradient at the input twice: one more tensor of its size is allocated, and not used."""
-    return 2 * (result[0].nbytes if result[0] is not None else 0)
+    return _bytes(result) + _bytes(result[:1])
+
+
+def _bytes(results: Iterable[Tensor | None]) -> int:
+    return sum(tensor.nbytes for tensor in results if tensor is not None)
 
 
 CPU_TRANSIENTS: Mapping[Any, Transient] = {
     torch.ops.aten.convolution.default: _convolution,
     torch.ops.aten.convolution_backward.default: _convolution_backward,
+    torch.ops.aten.native_batch_norm.default: _batch_norm,
     torch.ops.aten.native_batch_norm_backward.default: _batch_norm_backward,
 }
-"""Operations that take more than they return, as it was measured. Others take nothing worth counting."""
+"""Operations that take more than they return, as it was measured on one thread: oneDNN has buffers for each.
+
+Others take nothing worth counting. Convolutions with a stride over maps of a few positions take up to 75 kB more.
+"""
 
 
 class Account(NamedTuple):

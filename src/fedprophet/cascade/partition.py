@@ -1,6 +1,6 @@
 """Algorithm 1: cut a chain of atoms into modules that each train within a memory budget."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -28,10 +28,11 @@ def smallest_budget(cost: ChainCost) -> tuple[int, int]:
     return need, needs.index(need)
 
 
-def partition(cost: ChainCost, budget: int) -> tuple[Module, ...]:
+def partition(cost: ChainCost, budget: int, enough: Callable[[], int] = int) -> tuple[Module, ...]:
     """Return the modules of Algorithm 1: each takes atoms for as long as they fit the budget.
 
     A model that fits as a whole is one module: it needs no auxiliary head, which Algorithm 1 would count on the way.
+    `enough` is what else needs a budget of that size; it is asked for the budget that an error names.
     """
     if cost.total_memory <= budget:
         return (_module(cost, 0, 0, len(cost.atoms)),)
@@ -41,7 +42,7 @@ def partition(cost: ChainCost, budget: int) -> tuple[Module, ...]:
         raise BudgetError(
             f"a budget of {budget} bytes ({format_size(budget)}) is too small: atom {atom.label} "
             f"needs {need} bytes ({format_size(need)}) for a batch of {cost.batch} and cannot be cut further. "
-            f"The smallest budget that works is {min(need, cost.total_memory)} bytes"
+            f"The smallest budget that works is {max(min(need, cost.total_memory), enough())} bytes"
             f"{'; a smaller batch lowers it' if cost.batch > 1 else ''}"
         )
     return modules_of(cost, _spans(cost, budget, 0, len(cost.atoms)))

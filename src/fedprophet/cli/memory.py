@@ -1,5 +1,6 @@
 """`fedprophet memory`: what each module takes to train, on paper and in fact, and how it keeps within a budget."""
 
+import math
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Annotated, Any
@@ -10,7 +11,7 @@ import typer
 from fedprophet.cascade.allocator import spare_memory
 from fedprophet.cascade.atoms import Chain, chain_of
 from fedprophet.cascade.cost import ChainCost
-from fedprophet.cascade.partition import Module, cut_further, partition
+from fedprophet.cascade.partition import Module, cut_further, partition, smallest_budget
 from fedprophet.cli.options import (
     Batch,
     Classes,
@@ -23,7 +24,7 @@ from fedprophet.cli.options import (
     print_result,
     training_of,
 )
-from fedprophet.client.budget import cheapest, checked, least
+from fedprophet.client.budget import TOLERANCE, cheapest, checked, least
 from fedprophet.client.iteration import LocalIteration, iteration_of
 from fedprophet.client.memory_plan import PLAIN
 from fedprophet.client.planned_cost import TriedCost
@@ -48,6 +49,8 @@ def memory_command(
 ) -> None:
     """Plan how each module trains within a memory budget; predict what that takes, and measure it.
 
+    A module that fits no plan is an answer, too: the table and `fits` in JSON say so, and the exit code is 0.
+
     Example: fedprophet memory vgg16 --input 3x32x32 --classes 10 --batch 64 --budget 60MB
     """
     training, place = training_of(optimizer, batch), _device(device, measure)
@@ -62,7 +65,7 @@ def memory_command(
     with progress_bar() as watch:
         watch("counting memory", 0, None)
         bytes_ = parse_budget(budget, cost.total_memory)
-        coarse = partition(cost, bytes_)
+        coarse = partition(cost, bytes_, lambda: math.ceil(smallest_budget(needs)[0] * (1 + TOLERANCE)))
         modules = cut_further(coarse, cost, needs, bytes_)
         for module in modules:
             watch("modules", module.index, len(modules))

@@ -96,6 +96,8 @@ def model_cost(
         raise ConfigError(f"--memory-model: {unknown('model of memory', memory_model, MEMORY_MODELS)}")
     _expect_known(optimizer)
     size = parse_shape(shape)
+    if len(size) != len(("channels", "height", "width")):
+        raise ConfigError(f"--input {shape}: models take images of channels x height x width, such as 3x32x32")
     with torch.device("meta"):  # the cost does not need weights: models of any size are built at once
         chain = chain_of(build(model, size, classes))
     cost = cost_of(chain, size, batch, classes, COPIES[optimizer])

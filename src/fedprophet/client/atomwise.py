@@ -113,13 +113,17 @@ class _AtomRun(ABC):
 
 
 class _WholeRun(_AtomRun):
-    """The whole batch at once. The second run begins with the buffers and the random state that the first one had."""
+    """The whole batch at once. The second run begins with the buffers and the random state that the first one had.
+
+    That state is kept for atoms that draw: it would be more than all else that a small atom keeps.
+    """
 
     def forward(self, owned: bool) -> Tensor:
-        self._draws = _random_state(self._x.device)
+        state, draws = _random_state(self._x.device), _Draws()
         self._buffers = [buffer.clone() for buffer in _buffers(self._atom)]
-        with torch.no_grad():
+        with torch.no_grad(), draws:
             output: Tensor = self._atom(self._x)
+        self._began = state if draws.any else None
         # An atom that only reshapes returns its input's memory, which the way back writes to.
         shared = output.untyped_storage()._cdata == self._x.untyped_storage()._cdata
         return output.clone() if shared else output
@@ -127,7 +131,7 @@ class _WholeRun(_AtomRun):
     def backward(self, gradient: Tensor, wanted: bool) -> Tensor | None:
         x = self._x.detach().to(self._dtype).requires_grad_(wanted)
         with _buffers_kept(self._atom, self._buffers):
-            with _random_state_of(self._draws, x.device):
+            with nullcontext() if self._began is None else _random_state_of(self._began, x.device):
                 output = self._atom(x)
             if output.requires_grad:
                 torch.autograd.backward(output, gradient)
@@ -305,7 +309,11 @@ def _empty(samples: int, like: Tensor) -> Tensor:
 
 
 def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    """Return a copy of the generator's state, which counts as a tensor; of a prediction's it has the size alone."""
+    state = torch.get_rng_state()
+    if predicting():
+        return torch.empty(state.shape, dtype=state.dtype), None
+    return state.clone(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
 
 @contextmanager
@@ -320,6 +328,8 @@ def _random_state_of(state: tuple[Tensor, Tensor | None], device: torch.device) 
 
 
 def _set_random_state(state: tuple[Tensor, Tensor | None], device: torch.device) -> None:
+    if predicting():
+        return  # nothing is drawn
     torch.set_rng_state(state[0])
     if state[1] is not None:
         torch.cuda.set_rng_state(state[1], device)

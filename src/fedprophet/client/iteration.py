@@ -23,6 +23,7 @@ from fedprophet.client.memory_plan import MemoryPlan
 from fedprophet.client.part import ModelPart
 from fedprophet.client.trainer import attacked, training_loss
 from fedprophet.messages.values import LocalTraining
+from fedprophet.threads import one_thread
 from fedprophet.threat import ThreatModel, feature_threat, input_threat
 
 RADIUS = 1.0
@@ -94,14 +95,19 @@ class LocalIteration:
         return max(self.attack_peak(plan), self.step_peak(plan) + self.kept(plan))
 
     def measured(self, plan: MemoryPlan) -> int:
-        """Run an iteration on random inputs; return the bytes that it took. The part is trained by it."""
+        """Run an iteration on random inputs; return the bytes that it took, on a CPU with one thread.
+
+        The part is trained by it.
+        """
         labels, descent = self.begin()
         ascend = self.ascent(plan)
 
         def iterate() -> None:
             self.step(plan, self.attack(plan, self.inputs(), labels, ascend), labels, descent, ascend)
 
-        return measured_peak(iterate, self.part.chain.device) + bytes_of([*self._held(descent), labels])
+        device = self.part.chain.device
+        with one_thread(device):
+            return measured_peak(iterate, device) + bytes_of([*self._held(descent), labels])
 
     def attack_peak(self, plan: MemoryPlan) -> int:
         """Return the bytes that the attack is predicted to take."""

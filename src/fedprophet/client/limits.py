@@ -24,6 +24,7 @@ from fedprophet.client.planning import Planner
 from fedprophet.errors import BudgetError
 from fedprophet.messages.tasks import Train
 from fedprophet.sizes import format_size
+from fedprophet.threads import one_thread
 
 ROOM = 256 * 2**20
 """Bytes that a GPU's allocator may hold beyond a limit, in gaps between tensors: far more than these should need, since
@@ -64,7 +65,8 @@ def limited(
     """Find how a part is trained within a task's limit, and hold a `with` block to it; BudgetError where it cannot.
 
     `beside` is what is held for the training beside the part. The client's data, labels included, do not count.
-    `classes` is how many its exit tells apart.
+    `classes` is how many its exit tells apart. On a CPU the block has one thread: predictions are made for one, and
+    oneDNN has buffers for each.
     """
     if not task.memory:
         yield NO_TERMS
@@ -74,7 +76,7 @@ def limited(
     shape = tuple(inputs[:1].shape[1:])
     iteration = LocalIteration(whole, shape, task.training, task.threat, sizes=sizes, classes=classes)
     who = f"client {task.client}, {name_of(task, part)}"
-    with _alone(part):
+    with _alone(part), one_thread(part.chain.device):
         try:
             planned = planner.cheapest(iteration, task.memory - _unpredicted(task, part, len(inputs), beside))
         except BudgetError as error:
