@@ -41,7 +41,7 @@ def _convolution(arguments: tuple[Any, ...], result: Tensor) -> int:
     """Count a convolution as oneDNN computes it: on copies in an order of its own, with the result copied back."""
     x, weight, bias = arguments[:3]
     copied = x.nbytes if _read_as_it_is(x, weight) else _blocked(x)
-    return _blocked(result) + max(copied + _blocked_weight(weight), result.nbytes) + _bias(bias)
+    return _blocked(result) + max(copied + _blocked_weight(weight), int(result.nbytes)) + _bias(bias)
 
 
 def _convolution_backward(arguments: tuple[Any, ...], result: tuple[Tensor | None, ...]) -> int:
@@ -98,7 +98,7 @@ def _filled(channels: int, block: int) -> int:
 def _batch_norm(arguments: tuple[Any, ...], result: tuple[Tensor | None, ...]) -> int:
     """Count a factor and a summand for each channel beside what is returned."""
     x = arguments[0]
-    return _bytes(result) + 2 * x.shape[1] * x.element_size()
+    return _bytes(result) + 2 * int(x.shape[1]) * int(x.element_size())
 
 
 def _batch_norm_backward(arguments: tuple[Any, ...], result: tuple[Tensor | None, ...]) -> int:

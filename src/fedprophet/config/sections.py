@@ -44,8 +44,8 @@ class MemorySettings(Section):
     enforce: bool = Field(
         default=False,
         description="Whether clients train within the memory they have available: by a plan that takes less where it "
-        "is needed, and in smaller modules where no plan fits. A client that takes more ends the run. On a CPU a client "
-        "then trains on one thread: memory is predicted for one.",
+        "is needed, and in smaller modules where no plan fits. A client that takes more ends the run. On a CPU, a "
+        "client then trains on one thread: memory is predicted for one.",
     )
 
 
