@@ -144,7 +144,7 @@ def test_modules_are_assigned_by_what_plans_need(first_round: Round) -> None:
 
 
 REFUSED = {
-    "fedprophet": (r"module 2 \(Conv 1\)", "memory.budget of at least 4"),
+    "fedprophet": (r"module 2 \(Conv 1\)", "memory.budget of at least 63392"),
     "jfat": ("the whole model", "use fedprophet"),
     "fedrbn": ("the whole model", "use fedprophet"),
     "feddf": ("vgg-small", "use fedprophet"),
@@ -323,3 +323,18 @@ def test_a_run_says_if_its_files_are_memory(tiny, tmp_path, monkeypatch, enforce
     notes = assemble(tiny({**JOINT, "memory.enforce": enforce, "engine": "plain"})).notes
     expected = f"files in {tmp_path}, which is a tmpfs and so is memory: it comes on top of their limits. Set TMPDIR"
     assert len([note for note in notes if expected in note]) == said
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"threads": 2}, 1),
+        ({"threads": 1}, 0),
+        ({"threads": 2, "engine": "workers"}, 0),
+        ({"threads": 2, "memory.enforce": False}, 0),
+    ],
+)
+def test_a_run_says_if_its_clients_have_fewer_threads(tiny, settings, said: int) -> None:
+    notes = assemble(tiny({**JOINT, "memory.enforce": True, "engine": "plain", **settings})).notes
+    expected = "memory.enforce: each client trains on one thread, for which memory is predicted; evaluation has all 2"
+    assert list(notes).count(expected) == said

@@ -118,7 +118,7 @@ CPU_TRANSIENTS: Mapping[Any, Transient] = {
 }
 """Operations that take more than they return, as it was measured on one thread: oneDNN has buffers for each.
 
-Others take nothing worth counting. Convolutions with a stride over maps of a few positions take up to 75 kB more.
+Others take nothing worth counting. Convolutions with a stride over maps of a few positions take up to 125 kB more.
 """
 
 

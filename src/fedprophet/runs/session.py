@@ -218,12 +218,17 @@ def assemble_client(
         expect_chosen_folder()
         for workspace in workspaces.values():
             workspace.move_to_files()
-    where = _where_files_lie() if frugal else ()
-    return ClientSide(population, workspaces, family, normalize, (*notes, *more, *where))
+    limits = _about_limits(config) if frugal else ()
+    return ClientSide(population, workspaces, family, normalize, (*notes, *more, *limits))
 
 
-def _where_files_lie() -> Iterator[str]:
-    """Say if the files that the model and features are kept in are memory after all."""
+def _about_limits(config: Config) -> Iterator[str]:
+    """Say if clients use fewer threads than there are, and if files that are to save memory are memory after all."""
+    if chosen_engine(config) == "plain" and cores(config) > 1:
+        yield (
+            f"memory.enforce: each client trains on one thread, for which memory is predicted; evaluation has all "
+            f"{cores(config)}"
+        )
     kind = files_in_memory()
     if kind is not None:
         yield (
