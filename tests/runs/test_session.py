@@ -268,14 +268,14 @@ def test_the_server_of_a_simulation_knows_the_shards_and_that_of_real_devices_do
 @pytest.mark.slow
 def test_modules_are_counted_by_the_paper_or_by_what_they_take(tiny) -> None:
     """On the tiny run by either; the whole model's share is then one of the same model of memory."""
-    paper = assemble(tiny())
-    measured = assemble(tiny({"memory.model": "measured"}))
+    paper = assemble(tiny({"memory.budget": "50%"}))
+    measured = assemble(tiny({"memory.model": "measured", "memory.budget": "50%"}))
     assert type(paper.world.cost) is ChainCost
     cost = measured.world.cost
     assert isinstance(cost, MeasuredCost)
     assert cost.training == measured.world.local_training(1)
     assert measured.world.needs is cost, "modules are assigned by it as well"
-    assert measured.budget == int(0.45 * cost.total_memory) != paper.budget
+    assert measured.budget == int(0.5 * cost.total_memory) != paper.budget
     for module in measured.world.modules:
         assert module.memory == cost.memory(module.first, module.last) <= measured.budget
     names = [name for name, tensor in paper.world.chain.tensors.items()]
