@@ -83,8 +83,7 @@ def open_trackers(wanted: str | Tracker | Iterable[str | Tracker], said: str = "
     `said` is how they were asked for, in errors.
     """
     several = [wanted] if isinstance(wanted, str | Tracker) or not isinstance(wanted, Iterable) else wanted
-    once = {each if isinstance(each, str) else id(each): each for each in several}
-    return [_open(each, said) for each in once.values()]
+    return [_open(each, said) for each in dict.fromkeys(several)]
 
 
 def _open(wanted: object, said: str) -> Tracker:
