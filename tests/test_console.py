@@ -1,5 +1,6 @@
 """Which console is a terminal."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -42,6 +43,16 @@ def test_work_that_lasts_goes_on_where_nobody_reads(lasting):
         process.stdin.write(b"\n")
         process.stdin.flush()
         assert process.wait(60) == (7 if lasting else 1)
+
+
+def test_a_stream_that_was_closed_before_is_no_reason_to_end():
+    program = [sys.executable, "-c", PRINTS.replace("console_on().print", "").format(lasting=True)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(program, **pipes, preexec_fn=lambda: os.close(2)) as process:
+        process.stdout.close()
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        assert process.wait(60) == 7
 
 
 def test_everything_is_printed_on_such_a_console():

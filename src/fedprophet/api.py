@@ -86,7 +86,7 @@ def _played(run: Run, observer: Observer | None, trackers: Sequence[Tracker], qu
 def _shown(observer: Observer | None, quiet: bool) -> AbstractContextManager[Observer]:
     """Return who is told of a run: the given observer, else the live display in a terminal, else nobody."""
     console = console_on(err=True)
-    if observer is None and console.is_terminal and not quiet:
+    if observer is None and console.is_terminal and not console.is_jupyter and not quiet:
         return observer_for(console)
     return nullcontext(observer or Observer())
 

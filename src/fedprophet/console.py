@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import suppress
 
 from rich.console import Console
 
@@ -12,13 +13,13 @@ class _LastingConsole(Console):
     def on_broken_pipe(self) -> None:
         """Let this and all that follows go nowhere; rich would end the program."""
         self.quiet = True
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        closed = os.dup(self.file.fileno())
-        for stream in (sys.stdout, sys.stderr):
-            if os.path.sameopenfile(stream.fileno(), closed):
-                os.dup2(nowhere, stream.fileno())
-        os.close(closed)
-        os.close(nowhere)
+        with suppress(OSError, ValueError):  # what has no file behind it needs nothing
+            closed = os.fstat(self.file.fileno())
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            for stream in (sys.stdout, sys.stderr):  # one that was closed when the program began is None
+                if stream is not None and os.path.samestat(os.fstat(stream.fileno()), closed):
+                    os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
 
 
 def console_on(err: bool = False, lasting: bool = False) -> Console:

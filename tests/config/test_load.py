@@ -28,6 +28,12 @@ def test_the_default_is_the_digits_preset() -> None:
     assert load_config().attack.radius == 0.15
 
 
+def test_a_key_is_not_what_was_meant_by_itself() -> None:
+    with pytest.raises(ConfigError, match=r"train: given 3, allowed: a table") as caught:
+        parse_config({"train": 3, "train.batch": 4})
+    assert "mean 'train.batch'" not in str(caught.value)
+
+
 def test_a_mapping_may_have_keys_with_dots_as_overrides_have() -> None:
     nested = parse_config({"rounds": 3, "train": {"iterations": 1, "batch": 8}, "model": {"options": {"width": 8}}})
     assert parse_config({"rounds": 3, "train.iterations": 1, "train.batch": 8, "model.options.width": 8}) == nested

@@ -130,6 +130,11 @@ def test_one_name_and_one_tracker_need_no_list():
     assert len(open_trackers("tensorboard")) == 1
 
 
+def test_what_cannot_be_a_key_is_told_what_to_be():
+    with pytest.raises(fedprophet.FedProphetError, match=r"^log: \{'a': 1\} is neither a name"):
+        open_trackers([{"a": 1}])
+
+
 def test_what_trackers_remember(tmp_path):
     """A damaged file is as good as none."""
     run = TrackedRun("one", tmp_path, {}, 0)

@@ -9,8 +9,9 @@ import torch
 import typer
 
 from fedprophet.attacks.names import parse_attacks
-from fedprophet.cli.options import AsJson, Overrides, open_folder, print_json, print_result, tell
+from fedprophet.cli.options import AsJson, Overrides, open_folder, print_json, print_result
 from fedprophet.console import console_on
+from fedprophet.display.lines import say
 from fedprophet.display.numbers import counted
 from fedprophet.display.tables import show
 from fedprophet.errors import ConfigError, unknown
@@ -178,4 +179,4 @@ def _nothing(outcome: Outcome) -> str:
 
 
 def _say(text: str) -> None:
-    tell(text, err=True)
+    say(console_on(err=True, lasting=True), text)

@@ -141,7 +141,7 @@ def _unknown_key(model: Model, key: str, origin: str) -> str:
     initials = [other for other in names if "".join(word[0] for word in other.split("_")) == name]
     elsewhere = [f"{where}.{name}".strip(".") for where, _, fields in tables(model) if name in fields]
     near = [f"{section}.{guess}".strip(".") for guess in (*nearest(name, names), *initials)]
-    guesses = [*near, *elsewhere] if section else [*elsewhere, *near]
+    guesses = [guess for guess in ([*near, *elsewhere] if section else [*elsewhere, *near]) if guess != key]
     return f"unknown key {key!r}{origin}.{did_you_mean(guesses)} Known: {', '.join(sorted(names))}"
 
 

@@ -83,7 +83,8 @@ def open_trackers(wanted: str | Tracker | Iterable[str | Tracker], said: str = "
     `said` is how they were asked for, in errors.
     """
     several = [wanted] if isinstance(wanted, str | Tracker) or not isinstance(wanted, Iterable) else wanted
-    return [_open(each, said) for each in dict.fromkeys(several)]
+    once = {each if isinstance(each, str) else id(each): each for each in several}
+    return [_open(each, said) for each in once.values()]
 
 
 def _open(wanted: object, said: str) -> Tracker:
