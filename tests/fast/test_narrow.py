@@ -205,15 +205,17 @@ def test_work_of_shortcuts_and_strides_by_hand():
     ("counts", "expected"),
     [
         ({8: 3}, {8: 8}),
-        # One narrow client beside full ones: alone it would cost 1 + 1/16, with them 1.
-        ({8: 3, 2: 1}, {8: 8, 2: 8}),
-        # Two of them: 1 + 2/16 is less than 2.
-        ({8: 3, 2: 2}, {8: 8, 2: 2}),
-        # 4·(6/8)² + 4·(4/8)² + 2 = 5.25 against 8·(6/8)² + 1 = 5.5; with 3 of them 5.0 against 4.94.
-        ({6: 4, 4: 4}, {6: 6, 4: 4}),
-        ({6: 4, 4: 3}, {6: 6, 4: 6}),
+        # Ten narrow clients beside full ones: alone they would cost 10 + 10/16, with them 10.
+        ({8: 30, 2: 10}, {8: 8, 2: 8}),
+        # Eleven of them: 10 + 11/16 is less than 11.
+        ({8: 30, 2: 11}, {8: 8, 2: 2}),
+        # 40·(6/8)² + 40·(4/8)² + 20 = 52.5 against 80·(6/8)² + 10 = 55; with 31 of them 50.25 against 49.94.
+        ({6: 40, 4: 40}, {6: 6, 4: 4}),
+        ({6: 40, 4: 31}, {6: 6, 4: 6}),
         # Neighbours are joined, the ends kept apart.
-        ({8: 5, 7: 1, 3: 4, 2: 1}, {8: 8, 7: 8, 3: 3, 2: 3}),
+        ({8: 50, 7: 10, 3: 40, 2: 10}, {8: 8, 7: 8, 3: 3, 2: 3}),
+        # A round of the paper, ten clients of any widths, is one group.
+        ({8: 1, 5: 2, 3: 3, 2: 4}, {8: 8, 5: 8, 3: 8, 2: 8}),
     ],
 )
 def test_what_is_run_together(counts, expected):
