@@ -31,8 +31,8 @@ APART = 10.0
 """The cost of one more group, in clients of full width.
 
 A small group does not fill a device, and each number of clients of each width needs a plan, whose kernels are compiled
-and whose graphs are captured anew. On an H200 sub-networks of VGG16 in two groups took two to five times as long as ten
-whole models in one, with half the arithmetic.
+and whose graphs are captured anew. Ten sub-networks of VGG16 train for 0.9 s on an H200 in one group, as ten whole
+models do; a round in groups as small as one client each, with half the arithmetic, took longer.
 """
 
 
