@@ -126,7 +126,22 @@ def _shortened() -> Iterator[Row]:
 
 
 GLOBAL = "cifar10-balanced-global"
-IN_ONE_PLACE = ("shards.kind=iid", "population.clients=10")
+ON_TEN = ("shards.kind=iid", "population.clients=10")
+CENTRAL = (
+    "shards.kind=iid",
+    "population.clients=1",
+    "population.cohort=1",
+    "rounds=52",
+    "train.batch=256",
+    "train.iterations=156",
+    "train.learning_rate=0.05",
+    "train.decay=0.944",
+    "train.weight_decay=5e-4",
+    "evaluate.every=4",
+    "checkpoint.every=4",
+)
+"""All data on one device: 52 epochs, together of about as many samples as 110 rounds of the others, with the learning
+rate and weight decay that are usual where data are in one place."""
 AS_JFAT = ("rounds=110", "train.decay=0.973", "train.warmup=10%", "attack.ramp=30%")
 """What the preset has for jFAT alone."""
 AT_ONCE = ("attack.ramp=0", "train.warmup=20%")
@@ -176,15 +191,18 @@ def _tried() -> Iterator[Row]:
     yield Row(
         "moved-longer-global-jfat", "the attack grows, mean of rounds, moved, 60 iterations", GLOBAL, "jfat", more
     )
-    in_one_place = (*higher, *IN_ONE_PLACE)
-    yield Row("iid-higher-global-jfat", "the attack grows, rate 0.02, i.i.d. on 10", GLOBAL, "jfat", in_one_place)
-    together = (*in_one_place, *MOVED)
+    on_ten = (*higher, *ON_TEN)
+    yield Row("iid-higher-global-jfat", "the attack grows, rate 0.02, i.i.d. on 10", GLOBAL, "jfat", on_ten)
+    together = (*on_ten, *MOVED)
     title = "the attack grows, rate 0.02, moved, i.i.d. on 10"
     yield Row("iid-moved-higher-global-jfat", title, GLOBAL, "jfat", together)
+    central = "the attack grows, all data on one device"
+    yield Row("central-global-jfat", central, GLOBAL, "jfat", CENTRAL)
+    yield Row("central-moved-global-jfat", f"{central}, moved", GLOBAL, "jfat", (*CENTRAL, *MOVED))
     yield Row("short-global-jfat", "at once", GLOBAL, "jfat", (*STAGES, *AT_ONCE, "train.decay=0.994"))
     yield Row("once-global-jfat", "at once, quicker decay", GLOBAL, "jfat", (*SHORT, *AT_ONCE))
     yield Row("frozen-global-jfat", "at once, frozen", GLOBAL, "jfat", (*SHORT, *AT_ONCE, FROZEN))
-    yield Row("iid-global-jfat", "at once, i.i.d. on 10", GLOBAL, "jfat", (*SHORT, *AT_ONCE, *IN_ONE_PLACE))
+    yield Row("iid-global-jfat", "at once, i.i.d. on 10", GLOBAL, "jfat", (*SHORT, *AT_ONCE, *ON_TEN))
 
 
 BEST = Row(
