@@ -82,9 +82,12 @@ FROM_PRESET: dict[str, list[str]] = {
     "preset, boundary weights, consistency 1": [*DBFAT],
 }
 """What differs from the preset, which has its methods' own keys: shared norm layers, calibrated labels, alpha from 0.7,
-24 iterations. Only FedProphet is measured with changes, but for those that any method may gain by."""
-ANY_METHODS = {"aggregate.horizon", "train.weighting", "train.consistency"}
-"""Changes of the preset that are measured with jFAT, too."""
+24 iterations. FedProphet is measured with all of them, other methods with those that they gain by (`ALSO_WITH`)."""
+ALSO_WITH: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("aggregate.horizon", "train.weighting", "train.consistency"), ("jfat",)),
+    "norm.layers": ("heterofl", "feddrop", "fedrolex"),
+}
+"""The other methods that a change of the preset is measured with, by the setting that it changes."""
 CHOICES = {**{name: [*PAPER, *keys] for name, keys in FROM_PAPER.items()}, **FROM_PRESET}
 STORED = Path(__file__).parent / "results" / "one-model.json"
 KINDS = ("personalised", "uncalibrated", "global")
@@ -96,11 +99,12 @@ STOPPED = 130
 def makes_sense(method: str, choice: str) -> bool:
     """Whether a method has the choice: FedRBN's statistics stay with the clients, and only a cascade has an alpha.
 
-    Changes of the preset are FedProphet's alone, but for those that any method gains by: jFAT has them as well.
+    Changes of the preset are FedProphet's, and those methods' that gain by them.
     """
-    if method == "jfat" and not ANY_METHODS.isdisjoint(key.partition("=")[0] for key in CHOICES[choice]):
-        return True
-    if ("alpha" in choice or choice in FROM_PRESET.keys() - {DEFAULT}) and not METHODS[method].cascade:
+    if choice in FROM_PRESET.keys() - {DEFAULT}:
+        also = (ALSO_WITH.get(change.partition("=")[0], ()) for change in FROM_PRESET[choice])
+        return METHODS[method].cascade or any(method in methods for methods in also)
+    if "alpha" in choice and not METHODS[method].cascade:
         return False
     return method != "fedrbn" or not choice.startswith(("shared", "frozen"))
 

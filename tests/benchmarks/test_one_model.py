@@ -67,18 +67,18 @@ def test_the_preset_is_still_what_was_measured_under_its_name(method):
     assert config(method, *one_model.CHOICES[one_model.DEFAULT]) == config(method, *PAPER, *longer, *refreshed)
 
 
-def test_without_choices_all_methods_have_the_preset_and_fedprophet_changes_of_it_of_which_jfat_has_some(
+def test_without_choices_all_methods_have_the_preset_and_fedprophet_changes_of_it_of_which_others_have_some(
     called, tmp_path
 ):
     assert called("--seeds", "1", "--workers", "1") == 0
     default, *changes = one_model.FROM_PRESET
     methods = ("jfat", "feddf", "fedet", "heterofl", "feddrop", "fedrolex", "fedrbn", "fedprophet")
     assert measured(tmp_path)[:8] == [(method, default, 0) for method in methods]
-    both = [name for name in changes if any(word in name for word in ("boundary", "consistency", "mean of"))]
-    assert len(both) == 6
-    others = [("fedprophet", change, 0) for change in changes if change not in both]
-    shared = [(method, name, 0) for name in both for method in ("jfat", "fedprophet")]
-    assert measured(tmp_path)[8:] == [*others, *shared]
+    with_jfat = [name for name in changes if any(word in name for word in ("boundary", "consistency", "mean of"))]
+    assert len(with_jfat) == 6
+    also = {"preset, frozen": ("heterofl", "feddrop", "fedrolex"), **dict.fromkeys(with_jfat, ("jfat",))}
+    expected = [(method, name, 0) for name in changes for method in (*also.get(name, ()), "fedprophet")]
+    assert measured(tmp_path)[8:] == expected
 
 
 def test_a_new_folder_begins_with_what_is_stored(called, tmp_path, capsys):
