@@ -256,6 +256,22 @@ def test_nothing_is_shown_where_it_is_not_wanted_or_nobody_looks(net, data, tmp_
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_terminal_shows_how_far_an_evaluation_is(net, data, tmp_path, screen, monkeypatch, capfd):
+    run = fedprophet.train(SETTINGS, model=net, data=data, out=tmp_path / "run", quiet=True).path
+    monkeypatch.setattr(fedprophet.progress, "console_on", lambda err: fedprophet.api.console_on(err=err))
+    kept = fedprophet.evaluate(run, "clean", samples=8, model=net, data=data, quiet=True)
+    assert screen.getvalue() == ""
+    (run / "evaluation.json").unlink()
+    seen = fedprophet.evaluate(run, "clean,pgd2", samples=8, model=net, data=data)
+    assert seen["global"]["clean"] == kept["global"]["clean"]
+    assert "8/8" in screen.getvalue()
+    before = screen.getvalue()
+    monkeypatch.undo()
+    fedprophet.evaluate(run, "clean", samples=4, model=net, data=data)
+    assert screen.getvalue() == before
+    assert capfd.readouterr() == ("", "")
+
+
 def test_configurations_of_all_kinds(net, data, tmp_path):
     config = fedprophet.load_config("digits", ["rounds=1"])
     with pytest.raises(ConfigError, match="overrides go with a preset's name or a file"):

@@ -14,6 +14,7 @@ from fedprophet.data.dataset import Dataset
 from fedprophet.display.progress import observer_for
 from fedprophet.errors import ConfigError
 from fedprophet.interrupts import dropped_signals_return
+from fedprophet.progress import progress_bar, unwatched
 from fedprophet.runs.evaluation import check_samples, evaluate_run, parse_kinds
 from fedprophet.runs.evaluator import KINDS
 from fedprophet.runs.export import write_model
@@ -85,10 +86,15 @@ def _played(run: Run, observer: Observer | None, trackers: Sequence[Tracker], qu
 
 def _shown(observer: Observer | None, quiet: bool) -> AbstractContextManager[Observer]:
     """Return who is told of a run: the given observer, else the live display in a terminal, else nobody."""
-    console = console_on(err=True)
-    if observer is None and console.is_terminal and not console.is_jupyter and not quiet:
-        return observer_for(console)
+    if observer is None and _looked_at() and not quiet:
+        return observer_for(console_on(err=True))
     return nullcontext(observer or Observer())
+
+
+def _looked_at() -> bool:
+    """Whether standard error is a terminal; a notebook is none."""
+    console = console_on(err=True)
+    return console.is_terminal and not console.is_jupyter
 
 
 @dropped_signals_return()
@@ -101,19 +107,22 @@ def evaluate(
     masking_check: bool = True,
     model: OwnModel = None,
     data: Dataset | None = None,
+    quiet: bool = False,
 ) -> dict[str, Any]:
     """Return a run's personalised and global accuracy under each attack, and warnings of gradient masking.
 
     `samples` limits how many samples of the test set, and about how many of all clients together, are used; `of` says
     whose accuracy is measured: "personalised", "uncalibrated" (where clients calibrate their scores), "global". What is
-    measured is kept in the run's folder, so that a stopped call can continue; the result is in evaluation.json.
+    measured is kept in the run's folder, so that a stopped call can continue; the result is in evaluation.json. In a
+    terminal, standard error shows how far it is; `quiet` leaves that out.
     """
     names = parse_attacks(attacks if isinstance(attacks, str) else ",".join(attacks))
     check_samples(samples)
     kinds = parse_kinds(of)
     run = open_to_read(Path(path), model, data)
-    with closing(run.session):
-        return evaluate_run(run, names, samples, masking_check, of=kinds).to_json()
+    shown = progress_bar() if _looked_at() and not quiet else nullcontext(unwatched)
+    with closing(run.session), shown as watch:
+        return evaluate_run(run, names, samples, masking_check, watch, kinds).to_json()
 
 
 @dropped_signals_return()
