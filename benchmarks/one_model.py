@@ -72,6 +72,7 @@ FROM_PRESET: dict[str, list[str]] = {
     "preset, 36 iterations, rate 0.05": ["train.iterations=36", "train.learning_rate=0.05"],
     "preset, 48 iterations, rate 0.04": ["train.iterations=48", "train.learning_rate=0.04"],
     "preset, refreshed": [ATTACKED],
+    "preset, shared": ["norm.layers=shared"],
     "preset, frozen": ["norm.layers=frozen"],
     "preset, smoothing 10": ["train.smoothing=10.0"],
     "preset, mean of 30 % of the rounds": [MEAN],
@@ -82,12 +83,15 @@ FROM_PRESET: dict[str, list[str]] = {
     "preset, boundary weights, consistency 1": [*DBFAT],
 }
 """What differs from the preset, which has its methods' own keys: shared norm layers, calibrated labels, alpha from 0.7,
-24 iterations. FedProphet is measured with all of them, other methods with those that they gain by (`ALSO_WITH`)."""
-ALSO_WITH: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("aggregate.horizon", "train.weighting", "train.consistency"), ("jfat",)),
-    "norm.layers": ("heterofl", "feddrop", "fedrolex"),
+24 iterations."""
+CASCADE, BOTH = ("fedprophet",), ("jfat", "fedprophet")
+CHANGED_FOR: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys((name for name, keys in FROM_PRESET.items() if {MEAN, *DBFAT} & {*keys}), BOTH),
+    "preset, mean of 15 % of the rounds": BOTH,
+    "preset, shared": ("heterofl",),
+    "preset, frozen": ("feddrop", "fedrolex", *CASCADE),
 }
-"""The other methods that a change of the preset is measured with, by the setting that it changes."""
+"""The methods that changes of the preset are measured with where that is not FedProphet alone."""
 CHOICES = {**{name: [*PAPER, *keys] for name, keys in FROM_PAPER.items()}, **FROM_PRESET}
 STORED = Path(__file__).parent / "results" / "one-model.json"
 KINDS = ("personalised", "uncalibrated", "global")
@@ -99,11 +103,10 @@ STOPPED = 130
 def makes_sense(method: str, choice: str) -> bool:
     """Whether a method has the choice: FedRBN's statistics stay with the clients, and only a cascade has an alpha.
 
-    Changes of the preset are FedProphet's, and those methods' that gain by them.
+    Changes of the preset are FedProphet's for the most part.
     """
     if choice in FROM_PRESET.keys() - {DEFAULT}:
-        also = (ALSO_WITH.get(change.partition("=")[0], ()) for change in FROM_PRESET[choice])
-        return METHODS[method].cascade or any(method in methods for methods in also)
+        return method in CHANGED_FOR.get(choice, CASCADE)
     if "alpha" in choice and not METHODS[method].cascade:
         return False
     return method != "fedrbn" or not choice.startswith(("shared", "frozen"))
@@ -160,9 +163,9 @@ def page(rows: list[Row], methods: list[str]) -> str:
         "# One model for everyone: digits\n\n`python benchmarks/one_model.py`, one thread per run, engine `workers`. "
         "Clean / PGD-20 in %, mean ± standard deviation over the seeds that were run. Personalised and uncalibrated "
         "on all clients' held-out images (about 285), global on 360 test images. The preset `digits` has shared norm "
-        "layers (FedRBN: local statistics), calibrated labels, alpha from 0.7 and 24 iterations; HeteroFL, FedDrop and "
-        "FedRolex refresh statistics. Rows that do not name the preset are it with the paper's norm layers and labels, "
-        "alpha from 0.5 and 12 iterations, changed as the row says.\n\n"
+        "layers (FedRBN: local statistics; HeteroFL: frozen), calibrated labels, alpha from 0.7 and 24 iterations; "
+        "HeteroFL, FedDrop and FedRolex refresh statistics. Rows that do not name the preset are it with the paper's "
+        "norm layers and labels, alpha from 0.5 and 12 iterations, changed as the row says.\n\n"
         f"{listed}\n{table(rows, methods)}\n"
     )
 

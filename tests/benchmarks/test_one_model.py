@@ -61,8 +61,8 @@ def test_names_of_choices_keep_their_meaning_whatever_the_preset_is():
 @pytest.mark.parametrize("method", METHODS)
 def test_the_preset_is_still_what_was_measured_under_its_name(method):
     """Where this fails, rows of the preset's name in one-model.json need a name that says what they were."""
-    layers = "norm.layers=statistics-local" if method == "fedrbn" else one_model.SHARED
-    longer = [layers, one_model.CALIBRATED, one_model.ALPHA, "train.iterations=24"]
+    own = {"fedrbn": "norm.layers=statistics-local", "heterofl": "norm.layers=frozen"}
+    longer = [own.get(method, one_model.SHARED), one_model.CALIBRATED, one_model.ALPHA, "train.iterations=24"]
     refreshed = [one_model.ATTACKED] if method in SMALL else []
     assert config(method, *one_model.CHOICES[one_model.DEFAULT]) == config(method, *PAPER, *longer, *refreshed)
 
@@ -76,8 +76,12 @@ def test_without_choices_all_methods_have_the_preset_and_fedprophet_changes_of_i
     assert measured(tmp_path)[:8] == [(method, default, 0) for method in methods]
     with_jfat = [name for name in changes if any(word in name for word in ("boundary", "consistency", "mean of"))]
     assert len(with_jfat) == 6
-    also = {"preset, frozen": ("heterofl", "feddrop", "fedrolex"), **dict.fromkeys(with_jfat, ("jfat",))}
-    expected = [(method, name, 0) for name in changes for method in (*also.get(name, ()), "fedprophet")]
+    methods_of = {
+        "preset, shared": ("heterofl",),
+        "preset, frozen": ("feddrop", "fedrolex", "fedprophet"),
+        **dict.fromkeys(with_jfat, ("jfat", "fedprophet")),
+    }
+    expected = [(method, name, 0) for name in changes for method in methods_of.get(name, ("fedprophet",))]
     assert measured(tmp_path)[8:] == expected
 
 
