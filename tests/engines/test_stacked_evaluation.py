@@ -43,7 +43,7 @@ def test_the_device_works_on_some_clients_while_others_are_prepared(
     monkeypatch.setattr("fedprophet.engines.fusing.BEGINNING", 1)
     session, state = learned.session, learned.states[-1]
     order: list[tuple[str, int]] = []
-    real_evaluation, real_later = StackedEngine._evaluation, stacked_module._later
+    real_evaluation, real_later = StackedEngine._evaluation, stacked_module.later
 
     def evaluation(self, jobs, *inputs):
         order.append(("asked", len(jobs)))
@@ -54,7 +54,7 @@ def test_the_device_works_on_some_clients_while_others_are_prepared(
         yield from real_later(jobs, *found)
 
     monkeypatch.setattr(StackedEngine, "_evaluation", evaluation)
-    monkeypatch.setattr(stacked_module, "_later", later)
+    monkeypatch.setattr(stacked_module, "later", later)
     assert_same_evaluation(session, evaluations(session, state, range(6), None), stacked(session))
     assert order == [("asked", 1), ("asked", 5), ("answered", 1), ("answered", 5)]
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fedprophet.attacks.pgd import pgd
+from fedprophet.fast.aims import Teacher
 from fedprophet.fast.draws import Draws
 from fedprophet.fast.folded import FoldedStack
 from fedprophet.fast.kernels import Ball, BatchNorm, Kernels, Scaling, Statistics
@@ -412,7 +413,8 @@ def test_steps_of_training(case, triton, changes, calibrated):
         training.anchors = {name: stacks[name].clone() for name in anchored}
         for _ in range(steps):
             z = training.prepare(case.stacked.to(device))
-            drawn_to = server.to(device) if hyper.consistency else None
+            strength = torch.full(server.shape[:2], hyper.consistency)
+            drawn_to = Teacher(server.to(device), strength.to(device)) if hyper.consistency else None
             training.step(z, case.targets.to(device), Draws(torch.device(device)), drawn_to)
         found = {name: training.layout.unstacked(name, stack) for name, stack in training.stacks.items()}
         trainings.append((training.losses.cpu(), found))

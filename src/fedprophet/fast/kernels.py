@@ -207,7 +207,7 @@ class Kernels:
         sent = gradient.to(x.dtype).reshape(top.shape)
         sent = sent * (top > 0) if masked else sent
         spread = torch.zeros_like(parts).scatter_(4, winners, sent)
-        total = spread.unflatten(4, (lines, across)).transpose(3, 4).reshape(x.shape)
+        total = spread.reshape(k, n, side, side, lines, across, c).transpose(3, 4).reshape(x.shape)
         return total if out is None else out.copy_(total)
 
     def head_gradient(
