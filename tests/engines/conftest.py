@@ -51,12 +51,28 @@ def cascade(play_cascade):
 
 
 @pytest.fixture(scope="session")
-def learned(settings, play_in_memory):
-    """A run of jFAT that knows something."""
-    changes = {"method": "jfat", "train.iterations": 12, "train.batch": 32, "rounds": 4, "model.options": {"width": 6}}
-    played = play_in_memory(settings(changes), rounds=3)
-    assert played.records[-1]["clean"] > 0.3
+def learn(settings, play_in_memory):
+    """Return a function that gives a run of jFAT that knows something."""
+
+    def played(changes):
+        usual = {"method": "jfat", "train.iterations": 12, "train.batch": 32, "rounds": 4}
+        played = play_in_memory(settings({**usual, "model.options": {"width": 6}, **changes}), rounds=3)
+        assert played.records[-1]["clean"] > 0.3
+        return played
+
     return played
+
+
+@pytest.fixture(scope="session")
+def learned(learn):
+    """A run of jFAT that knows something."""
+    return learn({})
+
+
+@pytest.fixture(scope="session")
+def learned_cnn3(learn):
+    """The same for a model whose exit pools to maxima."""
+    return learn({"model.name": "cnn3"})
 
 
 # The stacked engine.

@@ -14,20 +14,23 @@ from fedprophet.threat import ThreatModel
 
 
 @pytest.mark.parametrize("kernels", [Kernels(), Kernels(16)], ids=["exact", "padded"])
-def test_evaluation(learned, kernels, stacked, evaluations, assert_same_evaluation):
+@pytest.mark.parametrize("run", ["learned", "learned_cnn3"])
+def test_evaluation(run, kernels, stacked, evaluations, assert_same_evaluation, request, caplog):
+    learned = request.getfixturevalue(run)
     session, state = learned.session, learned.states[-1]
     threat = ThreatModel("linf", 0.05, 0.02, 5, (0.0, 1.0))
     tasks = evaluations(session, state, (*range(6), SERVER), threat)
     assert_same_evaluation(session, tasks, stacked(session, kernels=kernels))
     assert_same_evaluation(session, evaluations(session, state, range(6), None), stacked(session, kernels=kernels))
+    assert not caplog.records  # nothing was left to the plain path
 
 
-@pytest.mark.parametrize("at", ["classifier", "head"])
-def test_calibrated_evaluation(learned, cascade, at, stacked, evaluations, assert_same_evaluation, paired):
-    """Beside the server's own test set, which nothing is added for."""
-    played = learned if at == "classifier" else cascade
+@pytest.mark.parametrize("run", ["learned", "learned_cnn3", "cascade"])
+def test_calibrated_evaluation(run, stacked, evaluations, assert_same_evaluation, paired, request):
+    """Beside the server's own test set, which nothing is added for; at a classifier, and at a cascade's head."""
+    played = request.getfixturevalue(run)
     session = played.session
-    state = played.states[-1] if at == "classifier" else [s for s in played.states if s.stage == 1][-1]
+    state = [s for s in played.states if s.stage == 1][-1] if run == "cascade" else played.states[-1]
     threat = ThreatModel("linf", 0.05, 0.02, 5, (0.0, 1.0))
     plain = evaluations(session, state, (*range(6), SERVER), threat)
     tasks = [replace(task, calibration=0.0 if task.client == SERVER else 0.1) for task in plain]
