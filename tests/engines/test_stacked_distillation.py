@@ -1,17 +1,17 @@
 """Predictions and distillation on the stacked engine, and whole rounds of FedDF and FedET, against the plain one."""
 
 import logging
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from fedprophet.fast.kernels import Kernels
-from fedprophet.messages.answers import Answer, Reported
+from fedprophet.messages.answers import Answer
 from fedprophet.messages.tasks import Distill, Predict, Task
-from fedprophet.messages.values import BACKBONE, SERVER, LocalTraining, Resources
+from fedprophet.messages.values import BACKBONE, SERVER, LocalTraining
 from fedprophet.methods.feddf import mean_prediction
 from fedprophet.methods.fedet import consensus
 from fedprophet.runs.session import Session
@@ -243,21 +243,6 @@ def test_what_is_left_to_the_plain_path(session, stacked, caplog):
 # Rounds.
 
 
-@dataclass(frozen=True)
-class Dealt:
-    """An engine on whose devices client k has what the k-th model of the family takes."""
-
-    engine: Engine
-    memories: tuple[int, ...]
-
-    def map(self, tasks: Iterable[Task]) -> Iterator[Answer]:
-        for answer in self.engine.map(tasks):
-            if isinstance(answer, Reported):
-                memory = self.memories[answer.client % len(self.memories)]
-                answer = replace(answer, resources=Resources(memory, 1e9, 1e9))
-            yield answer
-
-
 @pytest.mark.parametrize(
     ("method", "family", "options"),
     [
@@ -267,15 +252,14 @@ class Dealt:
     ],
     ids=["feddf", "feddf-kept", "fedet"],
 )
-def test_a_round_ends_with_the_plain_engines_model(session_of, method, family, options, stacked, close, caplog):
+def test_a_round_ends_with_the_plain_engines_model(session_of, method, family, options, stacked, dealt, close, caplog):
     """Nothing of it is left to the plain path: not the reports, which do not compute."""
     caplog.set_level(logging.WARNING, "fedprophet")
     changes = {**SETTINGS, "method": method, "distillation.family": family, "train.learning_rate": 0.05, **options}
     ends = []
     for fast in (False, True):
         session = session_of(changes)
-        memories = tuple(member.cost.total_memory for member in session.world.family.values())
-        engine = Dealt(stacked(session) if fast else session.engine, memories)
+        engine = dealt(session, stacked(session) if fast else session.engine)
         ends.append(play_round(session.method.round(session.method.initial()), engine))
     (plain, expected), (fast, found) = ends
     assert not caplog.records

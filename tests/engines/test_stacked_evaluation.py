@@ -16,6 +16,7 @@ from fedprophet.threat import ThreatModel
 @pytest.mark.parametrize("kernels", [Kernels(), Kernels(16)], ids=["exact", "padded"])
 @pytest.mark.parametrize("run", ["learned", "learned_cnn3"])
 def test_evaluation(run, kernels, stacked, evaluations, assert_same_evaluation, request, caplog):
+    caplog.set_level(logging.WARNING, "fedprophet")
     learned = request.getfixturevalue(run)
     session, state = learned.session, learned.states[-1]
     threat = ThreatModel("linf", 0.05, 0.02, 5, (0.0, 1.0))

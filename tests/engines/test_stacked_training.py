@@ -254,6 +254,7 @@ def test_two_sets_of_statistics_follow_clean_and_attacked_batches(
 @pytest.mark.parametrize("calibration", [0.0, 0.1])
 @pytest.mark.parametrize("run", ["learned", "learned_cnn3"])
 def test_attacks_in_training_find_losses_as_high(run, stacked, paired, calibration, request, caplog):
+    caplog.set_level(logging.WARNING, "fedprophet")
     learned = request.getfixturevalue(run)
     session, state = learned.session, replace(learned.states[-1], round=9)
     tasks = [replace(session.method.train_task(state, k), calibration=calibration) for k in range(6)]
