@@ -120,6 +120,11 @@ def test_steps_equal_the_plain_trainers(case, kernels):
     check_steps(case, kernels)
 
 
+def test_steps_of_a_model_for_large_images(make_case, kernels):
+    """Maxima of 7×7 parts, and a hidden layer behind them."""
+    check_steps(make_case("cnn4", shape=(3, 112, 112), width=2), kernels, iterations=2)
+
+
 def test_calibrated_steps_equal_the_plain_trainers(case, kernels):
     case.calibrate()
     check_steps(case, kernels)

@@ -41,8 +41,9 @@ def read_program(
         raise NotFusableError(f"it begins with {parser.here()}, not with a convolution, a batch norm and a ReLU")
     pool, dense = parser.exit()
     parser.end()
-    side, maximum = None if pool is None else _side(pool), type(pool) is nn.AdaptiveMaxPool2d
-    program = LayerProgram((channels, height, width), normalize, blocks, side, tuple(dense), False, maximum)
+    side, maximum = None if pool is None else _side(pool), isinstance(pool, nn.AdaptiveMaxPool2d)
+    shape = channels, height, width
+    program = LayerProgram(shape, normalize, blocks, side, tuple(dense), convex=False, maximum=maximum)
     _check_tensors(chain, first, last, program)
     if head is not None:
         program = _with_head(program, head, classes)
