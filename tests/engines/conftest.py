@@ -1,7 +1,7 @@
 """What the tests of engines share: tasks of every kind, and the stacked engine on the CPU beside the plain one."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ from torch import Tensor
 from fedprophet.engines.stacked import Limits, StackedEngine
 from fedprophet.fast.kernels import Kernels
 from fedprophet.fast.rounds import Backend, TrainingPlan, uncaptured
-from fedprophet.messages.answers import Answer
+from fedprophet.messages.answers import Answer, Reported
 from fedprophet.messages.tasks import Task
 from fedprophet.messages.values import Resources
 from fedprophet.runs.session import Session, assemble
@@ -51,12 +51,28 @@ def cascade(play_cascade):
 
 
 @pytest.fixture(scope="session")
-def learned(settings, play_in_memory):
-    """A run of jFAT that knows something."""
-    changes = {"method": "jfat", "train.iterations": 12, "train.batch": 32, "rounds": 4, "model.options": {"width": 6}}
-    played = play_in_memory(settings(changes), rounds=3)
-    assert played.records[-1]["clean"] > 0.3
+def learn(settings, play_in_memory):
+    """Return a function that gives a run of jFAT that knows something."""
+
+    def played(changes):
+        usual = {"method": "jfat", "train.iterations": 12, "train.batch": 32, "rounds": 4}
+        played = play_in_memory(settings({**usual, "model.options": {"width": 6}, **changes}), rounds=3)
+        assert played.records[-1]["clean"] > 0.3
+        return played
+
     return played
+
+
+@pytest.fixture(scope="session")
+def learned(learn):
+    """A run of jFAT that knows something."""
+    return learn({})
+
+
+@pytest.fixture(scope="session")
+def learned_cnn3(learn):
+    """The same for a model whose exit pools to maxima."""
+    return learn({"model.name": "cnn3"})
 
 
 # The stacked engine.
@@ -80,6 +96,30 @@ def plans(monkeypatch) -> list[TrainingPlan]:
     real = TrainingPlan.__post_init__
     monkeypatch.setattr(TrainingPlan, "__post_init__", lambda self: (made.append(self), real(self))[1])
     return made
+
+
+# Devices.
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """An engine on whose devices client k has what the k-th model of the family takes."""
+
+    engine: Engine
+    memories: tuple[int, ...]
+
+    def map(self, tasks: Iterable[Task]) -> Iterator[Answer]:
+        for answer in self.engine.map(tasks):
+            if isinstance(answer, Reported):
+                memory = self.memories[answer.client % len(self.memories)]
+                answer = replace(answer, resources=Resources(memory, 1e9, 1e9))
+            yield answer
+
+
+@pytest.fixture(scope="session")
+def dealt() -> Callable[[Session, Engine], Dealt]:
+    """Return a function that deals out the models of a session's family to the clients that an engine asks."""
+    return lambda session, engine: Dealt(engine, tuple(m.cost.total_memory for m in session.world.family.values()))
 
 
 # Tasks.

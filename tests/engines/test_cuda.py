@@ -1,6 +1,8 @@
 """The engine on a GPU against the plain one on the CPU; and what is said where there is no GPU."""
 
 import importlib
+import itertools
+import logging
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,6 +13,8 @@ import torch
 from fedprophet.engines import cuda
 from fedprophet.engines.cuda import cuda_backend
 from fedprophet.errors import ConfigError
+from fedprophet.messages.tasks import Predict
+from fedprophet.messages.values import SERVER
 from fedprophet.runs import session
 from fedprophet.runs.session import assemble
 from fedprophet.server.coordinator import play_round
@@ -52,17 +56,22 @@ def sessions(tiny):
     return both
 
 
-def play(session, rounds: int):
+def play(session, rounds: int, engine=None):
     state, records = session.method.initial(), []
     for _ in range(rounds):
-        state, record = play_round(session.method.round(state), session.engine)
+        state, record = play_round(session.method.round(state), engine or session.engine)
         records.append(record)
     return state, records
 
 
 @needs_gpu
-@pytest.mark.parametrize("model", ["vgg-small", "resnet10"])
-@pytest.mark.parametrize("method", ["jfat", "fedprophet", "heterofl", "feddrop", "fedrolex"])
+@pytest.mark.parametrize(
+    ("method", "model"),
+    [
+        ("jfat", "cnn3"),
+        *itertools.product(("jfat", "fedprophet", "heterofl", "feddrop", "fedrolex"), ("vgg-small", "resnet10")),
+    ],
+)
 def test_rounds_without_an_attack_equal_the_plain_engines(sessions, method, model, close):
     changes = {"method": method, "model.name": model, "memory.budget": "50%"}
     # In a narrow network a ReLU that rounding switches on or off is seen by everything behind it: one step is compared.
@@ -236,10 +245,50 @@ def test_two_sets_of_statistics(sessions, joint, close):
 
 
 @needs_gpu
-def test_what_cannot_be_fused_runs_on_the_gpu_too(sessions):
-    _, session = sessions({"method": "feddf", "train.warmup": 1})
-    _, records = play(session, 2)
-    assert all(math.isfinite(record["loss"]) and not record["dropped"] for record in records)
+def test_what_cannot_be_fused_runs_on_the_gpu_too(sessions, dealt):
+    """Predictions of such a model are joined with those of others, which stacks made."""
+    mixed = {"method": "feddf", "distillation.family": ["cnn3", "vit"], "population.cohort": 6, "train.warmup": 1}
+    _, session = sessions({**mixed, "model.name": "vit", "model.options": {}})
+    _, records = play(session, 2, dealt(session, session.engine))
+    for record in records:
+        assert set(record["architectures"].values()) == {"cnn3", "vit"}
+        assert math.isfinite(record["loss"])
+        assert not record["dropped"]
+        assert None not in record["distillation"].values()
+
+
+@needs_gpu
+@pytest.mark.parametrize("method", ["feddf", "fedet"])
+def test_rounds_of_distillation_equal_the_plain_engines(sessions, method, dealt, close, caplog):
+    """Predictions and distillation too, often enough that graphs are used."""
+    caplog.set_level(logging.WARNING, "fedprophet")
+    smallest = ["cnn3"] if method == "feddf" else []  # FedET needs last layers of one shape
+    changes = {
+        "method": method,
+        "distillation.family": [*smallest, "vgg-small-3", "vgg-small"],
+        "distillation.public": 40,
+        "distillation.iterations": 6,
+        "train.learning_rate": 0.02,
+        "train.iterations": 2,
+    }
+    (plain, expected), (fast, found) = (play(each, 1, dealt(each, each.engine)) for each in sessions(changes))
+    assert not caplog.records
+    assert found[0]["architectures"] == expected[0]["architectures"]
+    assert found[0]["loss"] == pytest.approx(expected[0]["loss"], rel=1e-4)
+    for name, loss in expected[0]["distillation"].items():
+        assert found[0]["distillation"][name] == pytest.approx(loss, rel=1e-3), name
+    for name, model in plain.models.items():
+        for tensor, value in model.items():
+            assert close(fast.models[name][tensor].float(), value.float(), 2e-3), (name, tensor)
+
+
+@needs_gpu
+def test_predictions_are_on_the_host_in_float32(sessions):
+    _, session = sessions({"method": "feddf", "distillation.public": 40}, "bfloat16")
+    model, last = session.method.initial().model, len(session.world.chain)
+    (answer,) = session.engine.map([Predict(round=1, client=SERVER, seed=0, last=last, parameters=model)])
+    assert (answer.logits.device.type, answer.logits.dtype) == ("cpu", torch.float32)
+    assert answer.logits.shape == (40, 10)
 
 
 @needs_gpu

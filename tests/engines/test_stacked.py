@@ -13,7 +13,7 @@ from fedprophet.data.dataset import from_tensors
 from fedprophet.engines.fusing import at_width
 from fedprophet.fast.kernels import Kernels
 from fedprophet.fast.narrow import WHOLE
-from fedprophet.messages.tasks import TASKS, Adopt, Measure, ModelTask, Predict, Report, Train
+from fedprophet.messages.tasks import TASKS, Adopt, Measure, ModelTask, Refresh, Report, Train
 from fedprophet.messages.values import LocalTraining
 from fedprophet.methods import METHODS
 from fedprophet.models.normalize import Normalize
@@ -38,6 +38,11 @@ def said(caplog) -> list[str]:
     [
         ("jfat", "vgg-small", 1, {}),
         ("jfat", "resnet10", 16, {}),
+        ("jfat", "cnn3", 16, {}),
+        ("jfat", "cnn3", 1, NEWER),
+        ("fedprophet", "cnn3", 1, {"memory.budget": "80%"}),
+        ("heterofl", "cnn3", 16, {}),
+        ("fedrbn", "cnn3", 1, {}),
         ("jfat", "vgg-small", 16, NEWER),
         ("fedprophet", "vgg-small", 16, {}),
         ("fedprophet", "resnet10", 1, {}),
@@ -85,14 +90,14 @@ def test_rounds_without_an_attack_equal_the_plain_engines(
 def test_other_models_go_to_the_plain_path_and_it_is_said_once(
     session_of, caplog, same_tensors, stacked, joint, paired
 ):
-    session = session_of({"method": "jfat", "model.name": "cnn3", "model.options": {}})
+    session = session_of({"method": "jfat", "model.name": "vit", "model.options": {"dim": 8, "depth": 1, "heads": 1}})
     tasks, engine = joint(session, clients=(0, 1)), stacked(session)
     with caplog.at_level(logging.WARNING, "fedprophet"):
         for _ in range(2):
             for mine, theirs in paired(engine.map(tasks), session.engine.map(tasks)):
                 assert same_tensors(mine.parameters, theirs.parameters)
     (reason,) = said(caplog)
-    assert reason == "layer AdaptiveMaxPool2d"
+    assert reason == "a tensor that no layer of torch's own holds"
 
 
 @pytest.mark.parametrize("consistency", [0.0, 0.5])
@@ -154,11 +159,11 @@ def test_other_attacks_and_kinds_of_work(session_of, caplog, stacked):
         assert engine._job(replace(task, attack="unheard-of")) is None
         assert engine._job(Report(**where)) is None
         assert engine._job(Adopt(**where)) is None
-        assert engine._job(Predict(**where, last=task.last)) is None
+        assert engine._job(Refresh(**where, last=task.last)) is None
         assert engine._job(replace(task, kept_channels=kept, head=0)) is None
         assert engine._job(replace(task, kept_channels=kept, adversarial_statistics=True)) is None
     assert said(caplog) == [
-        "attack 'unheard-of'", "tasks of the kind 'predict'", "sub-networks of a part of the model",
+        "attack 'unheard-of'", "tasks of the kind 'refresh'", "sub-networks of a part of the model",
         "two sets of norm statistics in a sub-network or a cascade",
     ]  # fmt: skip
 

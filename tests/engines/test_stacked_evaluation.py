@@ -14,20 +14,24 @@ from fedprophet.threat import ThreatModel
 
 
 @pytest.mark.parametrize("kernels", [Kernels(), Kernels(16)], ids=["exact", "padded"])
-def test_evaluation(learned, kernels, stacked, evaluations, assert_same_evaluation):
+@pytest.mark.parametrize("run", ["learned", "learned_cnn3"])
+def test_evaluation(run, kernels, stacked, evaluations, assert_same_evaluation, request, caplog):
+    caplog.set_level(logging.WARNING, "fedprophet")
+    learned = request.getfixturevalue(run)
     session, state = learned.session, learned.states[-1]
     threat = ThreatModel("linf", 0.05, 0.02, 5, (0.0, 1.0))
     tasks = evaluations(session, state, (*range(6), SERVER), threat)
     assert_same_evaluation(session, tasks, stacked(session, kernels=kernels))
     assert_same_evaluation(session, evaluations(session, state, range(6), None), stacked(session, kernels=kernels))
+    assert not caplog.records  # nothing was left to the plain path
 
 
-@pytest.mark.parametrize("at", ["classifier", "head"])
-def test_calibrated_evaluation(learned, cascade, at, stacked, evaluations, assert_same_evaluation, paired):
-    """Beside the server's own test set, which nothing is added for."""
-    played = learned if at == "classifier" else cascade
+@pytest.mark.parametrize("run", ["learned", "learned_cnn3", "cascade"])
+def test_calibrated_evaluation(run, stacked, evaluations, assert_same_evaluation, paired, request):
+    """Beside the server's own test set, which nothing is added for; at a classifier, and at a cascade's head."""
+    played = request.getfixturevalue(run)
     session = played.session
-    state = played.states[-1] if at == "classifier" else [s for s in played.states if s.stage == 1][-1]
+    state = [s for s in played.states if s.stage == 1][-1] if run == "cascade" else played.states[-1]
     threat = ThreatModel("linf", 0.05, 0.02, 5, (0.0, 1.0))
     plain = evaluations(session, state, (*range(6), SERVER), threat)
     tasks = [replace(task, calibration=0.0 if task.client == SERVER else 0.1) for task in plain]
@@ -43,7 +47,7 @@ def test_the_device_works_on_some_clients_while_others_are_prepared(
     monkeypatch.setattr("fedprophet.engines.fusing.BEGINNING", 1)
     session, state = learned.session, learned.states[-1]
     order: list[tuple[str, int]] = []
-    real_evaluation, real_later = StackedEngine._evaluation, stacked_module._later
+    real_evaluation, real_later = StackedEngine._evaluation, stacked_module.later
 
     def evaluation(self, jobs, *inputs):
         order.append(("asked", len(jobs)))
@@ -54,7 +58,7 @@ def test_the_device_works_on_some_clients_while_others_are_prepared(
         yield from real_later(jobs, *found)
 
     monkeypatch.setattr(StackedEngine, "_evaluation", evaluation)
-    monkeypatch.setattr(stacked_module, "_later", later)
+    monkeypatch.setattr(stacked_module, "later", later)
     assert_same_evaluation(session, evaluations(session, state, range(6), None), stacked(session))
     assert order == [("asked", 1), ("asked", 5), ("answered", 1), ("answered", 5)]
 

@@ -252,7 +252,10 @@ def test_two_sets_of_statistics_follow_clean_and_attacked_batches(
 
 @pytest.mark.usefixtures("same_starts")
 @pytest.mark.parametrize("calibration", [0.0, 0.1])
-def test_attacks_in_training_find_losses_as_high(learned, stacked, paired, calibration):
+@pytest.mark.parametrize("run", ["learned", "learned_cnn3"])
+def test_attacks_in_training_find_losses_as_high(run, stacked, paired, calibration, request, caplog):
+    caplog.set_level(logging.WARNING, "fedprophet")
+    learned = request.getfixturevalue(run)
     session, state = learned.session, replace(learned.states[-1], round=9)
     tasks = [replace(session.method.train_task(state, k), calibration=calibration) for k in range(6)]
     hyper = replace(tasks[0].training, iterations=4, learning_rate=1e-9)
@@ -264,6 +267,7 @@ def test_attacks_in_training_find_losses_as_high(learned, stacked, paired, calib
     expected = [theirs.loss - floor for (_, theirs), floor in zip(pairs, clean, strict=True)]
     assert min(expected) > 0.2
     assert raised == pytest.approx(expected, rel=0.02)
+    assert not caplog.records  # nothing was left to the plain path
 
 
 @pytest.mark.usefixtures("same_starts")

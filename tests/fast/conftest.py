@@ -153,6 +153,9 @@ SPANS: Sequence[Any] = (
         {"name": "resnet10", "shape": (4, 72, 72), "width": 2, "span": (0, 3, 0)}, id="resnet-of-large-images"
     ),
     pytest.param({"name": "resnet10", "shape": (3, 16, 16), "span": (2, 4, 1)}, id="residual-blocks"),
+    # Maxima of 2×2 parts at the exit.
+    pytest.param({"name": "cnn3", "shape": (3, 16, 16)}, id="cnn3"),
+    pytest.param({"name": "cnn3", "shape": (1, 8, 8), "span": (0, 2, 0)}, id="cnn3-first-module"),
 )
 
 

@@ -112,12 +112,26 @@ def test_the_gradient_of_a_shift(make_case, kernels, distance):
         assert distance(found[client].permute(0, 3, 1, 2), expected) < 1e-4
 
 
-def test_an_exit_without_a_pool_reads_every_position(distance):
+def exit_of(inputs: int) -> list[nn.Module]:
+    return [nn.Flatten(), nn.Linear(inputs, 7, bias=False), nn.ReLU(), nn.Linear(7, 4)]
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda: [nn.MaxPool2d(2), *exit_of(12)],
+        # Maxima of all there is, of parts of a feature with and without a pool in front, and of single positions.
+        lambda: [nn.AdaptiveMaxPool2d(1), nn.Flatten(), nn.Linear(3, 4)],
+        lambda: [nn.AdaptiveMaxPool2d(2), *exit_of(12)],
+        lambda: [nn.MaxPool2d(2), nn.AdaptiveMaxPool2d(1), *exit_of(3)],
+        lambda: [nn.AdaptiveMaxPool2d(4), *exit_of(48)],
+    ],
+    ids=["no-pool", "one-maximum", "four-maxima", "pool-and-maximum", "maxima-of-one"],
+)
+def test_other_exits(end, distance):
+    """Without a pool every position is read."""
     torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(2, 3, 3, padding=1, bias=False), nn.BatchNorm2d(3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
-        nn.Linear(12, 7, bias=False), nn.ReLU(), nn.Linear(7, 4),
-    )  # fmt: skip
+    model = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1, bias=False), nn.BatchNorm2d(3), nn.ReLU(), *end())
     chain = explicit_chain([("all", model)])
     program = read_program(chain, 0, 1, None, (2, 4, 4), 4)
     for multiple in (1, 16):

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fedprophet.attacks.pgd import pgd
+from fedprophet.fast.aims import UNLABELLED, Teacher
 from fedprophet.fast.draws import Draws
 from fedprophet.fast.folded import FoldedStack
 from fedprophet.fast.kernels import Ball, BatchNorm, Kernels, Scaling, Statistics
@@ -165,6 +166,22 @@ def test_averages(triton, size, dtype, parts):
         out = torch.empty_like(one)
         assert triton.average_gradient(two, one, parts, weight, masked, out) is out
         assert error(out, plain.average_gradient(gradient, x, parts, weight, masked)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_maxima(triton, size, dtype, parts):
+    _, _, side, _, channels = size
+    if side % parts:
+        pytest.skip("does not divide")
+    x = images(size, channels, dtype, seed=5).relu().mul(2).round().div(2)  # many positions are equal
+    gradient = draw(*size[:2], parts * parts * channels, seed=6, dtype=dtype)
+    one, two = on_gpu(dtype, x, gradient)
+    plain = Kernels()
+    assert torch.equal(triton.maximum(one, parts).float().cpu(), plain.maximum(x, parts))
+    for masked in (False, True):
+        out = torch.empty_like(one)
+        assert triton.maximum_gradient(two, one, parts, masked, out) is out
+        assert torch.equal(out.float().cpu(), plain.maximum_gradient(gradient, x, parts, masked))
 
 
 @pytest.mark.parametrize("wide", [False, True], ids=["bias-like-weights", "bias-in-float32"])
@@ -371,6 +388,8 @@ NETWORKS = [
     pytest.param({"name": "vgg-small-3", "span": (0, 3, 0), "clients": 1, "width": 24}, id="vgg-of-one"),
     pytest.param({"name": "vgg-small-3", "span": (0, 3, 0), "clients": 3, "width": 24}, id="vgg"),
     pytest.param({"name": "resnet10", "shape": (1, 16, 16), "clients": 3, "width": 24}, id="resnet"),
+    # A stride, and an exit that takes maxima.
+    pytest.param({"name": "cnn3", "shape": (1, 16, 16), "clients": 3, "width": 24}, id="cnn3"),
 ]
 
 
@@ -412,7 +431,8 @@ def test_steps_of_training(case, triton, changes, calibrated):
         training.anchors = {name: stacks[name].clone() for name in anchored}
         for _ in range(steps):
             z = training.prepare(case.stacked.to(device))
-            drawn_to = server.to(device) if hyper.consistency else None
+            strength = torch.full(server.shape[:2], hyper.consistency)
+            drawn_to = Teacher(server.to(device), strength.to(device)) if hyper.consistency else None
             training.step(z, case.targets.to(device), Draws(torch.device(device)), drawn_to)
         found = {name: training.layout.unstacked(name, stack) for name, stack in training.stacks.items()}
         trainings.append((training.losses.cpu(), found))
@@ -434,9 +454,9 @@ def backend(triton, captures: bool, compute: torch.dtype = torch.float32) -> Bac
 THREAT = ThreatModel("linf", 0.1, 0.04, 3, (0.0, 1.0))
 
 
-def play(plan: TrainingPlan, case, threat=THREAT, hyper=HYPER, prior=None):
+def play(plan: TrainingPlan, case, threat=THREAT, hyper=HYPER, prior=None, teachers=()):
     data = [(x.to(GPU), labels.to(GPU)) for x, labels in zip(case.stacked, case.labels, strict=True)]
-    plan.load(case.parameters(), data, hyper, threat, prior=prior)
+    plan.load(case.parameters(), data, hyper, threat, prior=prior, teachers=teachers)
     clients, samples = case.labels.shape
     half = samples // 2 + 1
     order = torch.stack([torch.randperm(samples, generator=torch.Generator().manual_seed(k)) for k in range(clients)])
@@ -462,8 +482,13 @@ def assert_equal_results(one, other) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"span": (3, 6, 1)}, {"name": "resnet10", "shape": (3, 72, 72), "span": (0, 3, 0)}],
-    ids=["whole", "later-module", "resnet"],
+    [
+        {},
+        {"span": (3, 6, 1)},
+        {"name": "resnet10", "shape": (3, 72, 72), "span": (0, 3, 0)},
+        {"name": "cnn3", "shape": (3, 16, 16)},
+    ],
+    ids=["whole", "later-module", "resnet", "cnn3"],
 )
 def test_a_captured_plan_does_what_it_does_uncaptured(make_case, triton, options):
     case = make_case(clients=3, **options)
@@ -492,6 +517,25 @@ def test_a_captured_plan_reads_priors_anchors_statistics_and_predictions_anew(ma
         assert_equal_results(found, fresh)
     assert found[2] == [True] * 3
     assert all(piece.graph is not None for iteration in plan._iterations.values() for piece in iteration.pieces)
+
+
+@pytest.mark.parametrize("name", ["vgg-small", "cnn3"])
+def test_a_captured_plan_takes_other_teachers(make_case, triton, name):
+    """In distillation: with labels and without, and with weights of zero, round after round in one plan."""
+    case = make_case(name, shape=(3, 16, 16), clients=2, samples=5)
+    plan, direct = (
+        TrainingPlan(case.ladder, backend(triton, captures), 5, HYPER, None, taught=True) for captures in (True, False)
+    )
+    unlabelled = replace(case, labels=torch.full_like(case.labels, UNLABELLED))
+    drawn = torch.Generator().manual_seed(4)
+    for each, weight in ((case, 0.5), (unlabelled, 1.0), (case, 0.0)):
+        p = torch.randn(2, 5, 10, generator=drawn).softmax(dim=2)
+        # Targets come from the host.
+        teachers = [Teacher(own, torch.full((5,), weight)) for own in p]
+        found, expected = (play(one, each, None, teachers=teachers) for one in (plan, direct))
+        assert_equal_results(found, expected)
+        assert found[2] == [True] * 2
+    assert all(iteration.pieces[2].graph is not None for iteration in plan._iterations.values())
 
 
 def test_captured_plans_that_take_turns_do_not_disturb_each_other(make_case, triton):

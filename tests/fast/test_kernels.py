@@ -186,6 +186,35 @@ def test_averages_and_their_gradient(side, masked):
         torch.testing.assert_close(back[client], expected)
 
 
+@pytest.mark.parametrize(("side", "masked"), [(1, False), (2, True), (2, False), (4, True)])
+def test_maxima_and_their_gradient(side, masked):
+    """Against torch's own; many numbers are equal."""
+    x, gradient = draw(2, 3, 4, 4, 5).round(), draw(2, 3, side * side * 5, seed=1)
+    found = KERNELS.maximum(x, side)
+    out = torch.empty_like(x)
+    assert KERNELS.maximum_gradient(gradient, x, side, masked, out) is out
+    assert torch.equal(KERNELS.maximum_gradient(gradient, x, side, masked), out)
+    for client in range(2):
+        source = x[client].clone().requires_grad_()
+        tops = F.adaptive_max_pool2d(plain(source), side).permute(0, 2, 3, 1).flatten(1)
+        assert torch.equal(found[client], tops.detach())
+        (tops * gradient[client]).sum().backward()
+        assert source.grad is not None
+        expected = source.grad * (x[client] > 0) if masked else source.grad
+        assert torch.equal(out[client], expected)
+
+
+def test_the_first_of_equal_maxima_takes_the_whole_gradient():
+    """Of four columns two parts: the left one has 5 in its second row, then again; in the right one all are 0."""
+    x = torch.tensor([[1.0, 4.0, 0.0, 0.0], [5.0, 5.0, 0.0, 0.0], [2.0, 3.0, -1.0, -2.0], [3.0, 1.0, -4.0, -3.0]])
+    x, gradient = x.view(1, 1, 4, 4, 1), torch.tensor([[[2.0, 3.0, 7.0, 11.0]]])
+    assert KERNELS.maximum(x, 2).tolist() == [[[5, 0, 3, -1]]]
+    found = KERNELS.maximum_gradient(gradient, x, 2, masked=False).view(4, 4).tolist()
+    assert found == [[0, 0, 3, 0], [2, 0, 0, 0], [0, 7, 11, 0], [0, 0, 0, 0]]
+    found = KERNELS.maximum_gradient(gradient, x, 2, masked=True).view(4, 4).tolist()
+    assert found == [[0, 0, 0, 0], [2, 0, 0, 0], [0, 7, 0, 0], [0, 0, 0, 0]]
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_gradient_at_a_head(masked):
     x, weight, bias = draw(2, 3, 4, 4, 5), draw(2, 5, 6, seed=1), draw(2, 6, seed=2)

@@ -24,9 +24,9 @@ from fedprophet.data.augmented import ShiftedExamples
 from fedprophet.data.dataset import ClientData
 from fedprophet.data.examples import Examples
 from fedprophet.finite import all_finite
-from fedprophet.messages.answers import Evaluated, Measured, Refreshed, Trained
+from fedprophet.messages.answers import Distilled, Evaluated, Measured, Predicted, Refreshed, Trained
 from fedprophet.messages.modules import digest
-from fedprophet.messages.tasks import Evaluate, Measure, ModelTask, Refresh, Task, Train
+from fedprophet.messages.tasks import Distill, Evaluate, Measure, ModelTask, Predict, Refresh, Task, Train
 from fedprophet.messages.values import Resources
 from fedprophet.randomness import generator
 
@@ -211,6 +211,17 @@ class Job(Generic[T_co]):
     def measured(self: "Job[Measure]", magnitude: float) -> Measured:
         """Return how far the attack moved the feature, weighted by the client's own training samples."""
         return Measured(**self._header_of_training, samples=len(self.client.data.train), magnitude=magnitude)
+
+    def predicted(self: "Job[Predict]", logits: Tensor) -> Predicted:
+        """Return class scores in the host's memory: they are joined with those of models that ran elsewhere."""
+        return Predicted(**self.header, logits=logits.cpu())
+
+    def distilled(self: "Job[Distill]", loss: float, tensors: Mapping[str, Tensor]) -> Distilled:
+        """Return the whole model after distillation, norm layers included, out of tensors by their names."""
+        chain = self.workspace.chain
+        return Distilled(
+            **self.header, loss=loss, parameters={name: tensors[name] for name in (*chain.shared(), *chain.local())}
+        )
 
     @property
     def _header_of_training(self) -> dict[str, Any]:

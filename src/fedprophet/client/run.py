@@ -127,7 +127,7 @@ def _refresh(task: Refresh, job: Job[Refresh]) -> Refreshed:
 def _predict(task: Predict, job: Job[Predict]) -> Predicted:
     """Run a model that the server holds on the public samples, which are what the server may train on."""
     part = _loaded(job).part(task.first, task.last)
-    return Predicted(**job.header, logits=part.run_over(job.client.data.train, task.batch))
+    return job.predicted(part.run_over(job.client.data.train, task.batch))
 
 
 @_run.register
@@ -135,7 +135,7 @@ def _distill(task: Distill, job: Job[Distill]) -> Distilled:
     workspace = _loaded(job)
     loss = distill(task, workspace.part(task.first, task.last), job.client.data.train)
     names = (*workspace.chain.shared(), *workspace.chain.local())
-    return Distilled(**job.header, loss=loss, parameters=workspace.values(names))
+    return job.distilled(loss, workspace.values(names))
 
 
 def evaluated_part(job: Job[Evaluate]) -> ModelPart:

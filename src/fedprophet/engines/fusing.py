@@ -21,7 +21,7 @@ from fedprophet.fast.narrow import WHOLE, room, run_at, width_of, work
 from fedprophet.fast.program import Ladder, LayerProgram, continues
 from fedprophet.fast.reading import NotFusableError, read_program
 from fedprophet.fast.rounds import Backend
-from fedprophet.messages.tasks import TASKS, Evaluate, Measure, ModelTask, Task, Train
+from fedprophet.messages.tasks import TASKS, Distill, Evaluate, Measure, ModelTask, Predict, Task, Train
 from fedprophet.messages.values import FrozenModule, LocalTraining, Timeline
 from fedprophet.threat import ThreatModel
 
@@ -31,12 +31,15 @@ FLOATS = 6
 """How many copies of the inputs lie in memory in float32: clean, perturbed, drawn, and in transfer."""
 
 _TASK = {"round", "client", "seed", "number", "architecture", "timeline"}
-_MODEL = _TASK | {"first", "last", "head", "frozen", "batch", "parameters", "starting"}
+_WHOLE = _TASK | {"last", "batch", "parameters", "starting"}
+_MODEL = _WHOLE | {"first", "head", "frozen"}
 _VARIANT = {"threat", "adversarial_statistics", "kept_channels", "calibration"}
 KNOWN_FIELDS: Mapping[type, frozenset[str]] = {
     Train: frozenset(_MODEL | _VARIANT | {"training", "wants_local"}),
     Evaluate: frozenset(_MODEL | _VARIANT | {"attack", "samples", "part", "drawn"}),
     Measure: frozenset(_MODEL | {"threat", "drawn"}),
+    Predict: frozenset(_WHOLE),
+    Distill: frozenset(_WHOLE | {"training", "targets"}),
     LocalTraining: frozenset(
         {"iterations", "batch", "learning_rate", "momentum", "weight_decay", "strong_convexity", "summed_heads"}
         | {"fixed_statistics", "proximal", "consistency"}
@@ -100,8 +103,10 @@ class Fusing:
             raise NotFusableError("sub-networks of a part of the model")
         if job.two_statistics and (job.kept_channels or task.frozen):
             raise NotFusableError("two sets of norm statistics in a sub-network or a cascade")
-        if isinstance(task, Train) and min(task.training.batch_sizes(job.samples)) < 2:
+        if job.training is not None and min(job.training.batch_sizes(job.samples)) < 2:
             raise NotFusableError("a batch of a single sample")
+        if isinstance(task, Distill):
+            check_distilled(task, len(job.workspace.chain))
         if job.kept_channels:
             job = at_width(job, width_of(job.workspace.channels, job.kept_channels))
         self._check_programs(job)
@@ -125,7 +130,7 @@ class Fusing:
         exit_ = (task.last, task.head) if same_exit else None
         frozen = tuple(module.digest for module in task.frozen)
         what = task.kind, task.architecture, task.first, frozen, exit_, bool(job.kept_channels), job.two_statistics
-        return *what, job.is_calibrated, job.samples, task.training if isinstance(task, Train) else None, job.threat
+        return *what, job.is_calibrated, job.samples, job.training, job.threat
 
     def stacks(self, group: Sequence[StackJob[ModelTask]]) -> Iterator[Sequence[StackJob[ModelTask]]]:
         """Yield the jobs of a group in the stacks that they are run as."""
@@ -164,11 +169,10 @@ class Fusing:
     def _activations(self, job: StackJob[ModelTask]) -> int:
         """Return how many bytes of inputs and activations one client of a group needs."""
         program = self.program(job.span)
-        together = min(job.samples, job.task.training.batch) if isinstance(job.task, Train) else job.samples
         elements = 0
         for block, (lines, columns) in zip(program.blocks, program.sizes, strict=False):
             elements += 2 * len(block.convolutions) * block.outputs * lines * columns // block.stride**2
-        return together * (self._backend.compute.itemsize * elements + FLOATS * 4 * math.prod(program.shape))
+        return job.at_once * (self._backend.compute.itemsize * elements + FLOATS * 4 * math.prod(program.shape))
 
     def _abreast(self, jobs: Sequence[StackJob[ModelTask]]) -> Iterable[Sequence[StackJob[ModelTask]]]:
         """Return jobs by the width that they are run at: sub-networks with wider ones where that costs less."""
@@ -194,7 +198,7 @@ class Fusing:
     def _chunks(self, jobs: Sequence[StackJob[ModelTask]]) -> Iterator[Sequence[StackJob[ModelTask]]]:
         """Cut a group so that the activations of each part fit; the first job goes furthest."""
         most = max(1, self._limit // self._activations(jobs[0]))
-        if not isinstance(jobs[0].task, Train) and len(jobs) > 4 * BEGINNING and most >= BEGINNING:
+        if jobs[0].training is None and len(jobs) > 4 * BEGINNING and most >= BEGINNING:
             yield jobs[:BEGINNING]
             jobs = jobs[BEGINNING:]
         # Parts of one size need one plan.
@@ -202,6 +206,14 @@ class Fusing:
         each = math.ceil(len(jobs) / parts)
         for start in range(0, len(jobs), each):
             yield jobs[start : start + each]
+
+
+def check_distilled(task: Distill, atoms: int) -> None:
+    """Raise NotFusableError where stacks would distil in another way than the plain path."""
+    if task.last < atoms:
+        raise NotFusableError("distilling a part of the model")
+    if task.training.fixed_statistics or task.training.consistency:
+        raise NotFusableError("distilling with what local training has alone")
 
 
 def at_width(job: StackJob[ModelTask], width: int) -> StackJob[ModelTask]:

@@ -5,17 +5,23 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from fedprophet.cascade.heads import of_head
 from fedprophet.cascade.norms import COUNTER
 from fedprophet.client.job import Job
 from fedprophet.client.statistics import ADVERSARIAL
+from fedprophet.fast.aims import UNLABELLED, Teacher
 from fedprophet.fast.layout import STATISTICS_ENDINGS
 from fedprophet.fast.narrow import WHOLE, Factors, cut_out, factors_of
-from fedprophet.messages.tasks import Evaluate, Measure, ModelTask, Train
+from fedprophet.messages.tasks import Distill, Evaluate, Measure, ModelTask, Predict, Train
+from fedprophet.messages.values import LocalTraining
 from fedprophet.randomness import key
 from fedprophet.threat import ThreatModel
+
+PIECE = 512
+"""How many public samples are predicted at once."""
 
 M_co = TypeVar("M_co", bound=ModelTask, covariant=True)
 
@@ -55,6 +61,18 @@ class StackJob(Job[M_co]):
         return len(self.held_out) if evaluates else len(self.client.data.train)  # type: ignore[misc]
 
     @property
+    def at_once(self) -> int:
+        """Of how many samples activations are in memory at once."""
+        if self.training is not None:
+            return min(self.samples, self.training.batch)
+        return min(self.samples, PIECE) if isinstance(self.task, Predict) else self.samples
+
+    @property
+    def training(self) -> LocalTraining | None:
+        """The hyper-parameters of a job that trains."""
+        return self.task.training if isinstance(self.task, Train | Distill) else None
+
+    @property
     def threat(self) -> ThreatModel | None:
         """The attack that the job runs."""
         return self.task.threat if isinstance(self.task, Train | Evaluate | Measure) else None
@@ -64,7 +82,9 @@ class StackJob(Job[M_co]):
         """The seed of the job's draws: it does not depend on the other jobs of the group."""
         task = self.task
         start = task.part[0] if isinstance(task, Evaluate) and task.part else 0
-        return key(task.seed, f"fast {task.kind}", task.round, task.client, start)
+        # The server distils several models side by side.
+        which = task.number if isinstance(task, Distill) else start
+        return key(task.seed, f"fast {task.kind}", task.round, task.client, which)
 
     @property
     def is_calibrated(self) -> bool:
@@ -72,13 +92,24 @@ class StackJob(Job[M_co]):
         return isinstance(self.task, Train | Evaluate) and self.task.calibration > 0
 
     @property
-    def anchored(self: "StackJob[Train]") -> tuple[str, ...]:
+    def anchored(self: "StackJob[Train | Distill]") -> tuple[str, ...]:
         """The parameters that a proximal term draws back to where they started."""
         if not self.task.training.proximal:
             return ()
         shared = self.workspace.chain.shared(self.task.first, self.task.last)
         heads = (name for name in self.task.parameters if of_head(name))
         return tuple(name for name in (*shared, *heads) if not name.endswith(STATISTICS_ENDINGS))
+
+    @property
+    def labels(self: "StackJob[Distill]") -> Tensor:
+        """The labels that the public samples are given, where they are."""
+        given = self.task.targets.get("labels")
+        return torch.full((self.samples,), UNLABELLED) if given is None else given
+
+    @property
+    def teacher(self: "StackJob[Distill]") -> Teacher:
+        """What is said of the public samples."""
+        return Teacher(self.task.targets["probabilities"], self.task.targets["weights"])
 
     @cached_property
     def factors(self) -> Factors:
@@ -94,7 +125,7 @@ class StackJob(Job[M_co]):
         names = set(self._local_names)
         return {name: value for name, value in tensors.items() if name.removeprefix(ADVERSARIAL) in names}
 
-    def counters(self: "StackJob[Train]") -> dict[str, Tensor]:
+    def counters(self: "StackJob[Train | Distill]") -> dict[str, Tensor]:
         """Return the norm layers' counts of batches after training. Stacks do not count, since nothing reads them."""
         chain, training = self.workspace.chain, self.task.training
         names = (*self._local_names, *chain.shared(self.task.first, self.task.last))

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,16 +21,18 @@ from fedprophet.client.statistics import under_attack
 from fedprophet.engines.fusing import Fusing
 from fedprophet.engines.inputs import Inputs
 from fedprophet.engines.plain import PlainEngine
+from fedprophet.engines.returning import later, to_host
 from fedprophet.engines.row_attacks import RowAttacks
-from fedprophet.engines.stack_job import StackJob
+from fedprophet.engines.stack_job import PIECE, StackJob
+from fedprophet.fast.aims import Teacher
 from fedprophet.fast.folded import FoldedStack
-from fedprophet.fast.layout import sent, transferred
+from fedprophet.fast.layout import sent
 from fedprophet.fast.narrow import fitted, scalable, shapes_in
 from fedprophet.fast.program import Ladder
 from fedprophet.fast.reading import NotFusableError
-from fedprophet.fast.rounds import Backend, StackEvaluation, TrainingPlan
+from fedprophet.fast.rounds import Backend, StackEvaluation, TrainingPlan, Trainings
 from fedprophet.messages.answers import Answer
-from fedprophet.messages.tasks import Evaluate, Measure, ModelTask, Task, Train
+from fedprophet.messages.tasks import Distill, Evaluate, Measure, ModelTask, Predict, Task, Train
 from fedprophet.threat import ThreatModel
 
 log = logging.getLogger("fedprophet")
@@ -38,7 +40,6 @@ CLIENTS = 4096
 """The most clients that stay in memory: which samples are theirs is not worked out anew in every round."""
 
 Jobs = Sequence[StackJob[ModelTask]]
-T = TypeVar("T", bound=ModelTask)
 
 
 @dataclass(frozen=True)
@@ -111,24 +112,11 @@ class StackedEngine:
         self._plans.move_to_end(key)
         return self._plans[key]
 
-    # The computations of the three kinds of task.
+    # The computations of each kind of task.
 
     def _train(self, jobs: Sequence[StackJob[Train]]) -> Iterator[Answer]:
-        first, training = jobs[0], jobs[0].task.training
-        ladder = self._fusing.ladder(jobs)
-        hyper, threat = replace(training, learning_rate=0.0), _constant(first.threat)
-        # A plan knows which parameters have factors, not their values, so that it serves the next round as well.
-        scaled = scalable(first.workspace.channels, ladder) if first.kept_channels else ()
-        # Each exit has a head of its own.
-        anchored = tuple(dict.fromkeys(name for job in jobs for name in job.anchored if name in ladder.spans))
-        flags = first.two_statistics, first.is_calibrated
-        kind = ladder, self._backend, first.samples, hyper, threat, scaled, *flags, anchored
-        plan = self._plan(kind, lambda: TrainingPlan(*kind))
         data = list(zip(self._read(jobs), map(self._inputs.labels, jobs), strict=True))
-        prior = self._prior(jobs)
-        plan.load(self._parameters(jobs), data, training, first.threat, [job.factors for job in jobs], prior)
-        plan.run(self._schedule(jobs), [job.seed for job in jobs])
-        stacks, losses, sound = plan.results()
+        stacks, losses, sound = self._descended(jobs, data, self._prior(jobs))
         trained = [job.cut_out(tensors) for job, tensors in zip(jobs, stacks, strict=True)]
         layers = to_host([job.local_of(tensors) for job, tensors in zip(jobs, trained, strict=True)])
         for job, tensors, own, loss, finite in zip(jobs, trained, layers, losses, sound, strict=True):
@@ -136,6 +124,18 @@ class StackedEngine:
             local = {**own, **job.local_of(counters)}
             shared = {name: value for name, value in {**tensors, **counters}.items() if name not in local}
             yield job.trained(loss, shared, local, finite)
+
+    def _distil(self, jobs: Sequence[StackJob[Distill]]) -> Iterator[Answer]:
+        data = [(self._inputs.images(job), job.labels) for job in jobs]
+        stacks, losses, _ = self._descended(jobs, data, teachers=[job.teacher for job in jobs])
+        for job, tensors, loss in zip(jobs, stacks, losses, strict=True):
+            yield job.distilled(loss, {**tensors, **job.counters()})
+
+    def _predict(self, jobs: Sequence[StackJob[Predict]]) -> Iterator[Answer]:
+        folded = self._folded(self._fusing.ladder(jobs), self._parameters(jobs))
+        pieces = zip(*(torch.split(self._inputs.images(job), PIECE) for job in jobs), strict=True)
+        scores = [folded.scores(folded.prepare(torch.stack(piece))) for piece in pieces]
+        return later(jobs, torch.cat(scores, dim=1), lambda job, row: job.predicted(row.clone()))
 
     def _evaluate(self, jobs: Sequence[StackJob[Evaluate]]) -> Iterator[Answer]:
         images, labels = zip(*map(self._inputs.held_out, jobs), strict=True)
@@ -149,16 +149,39 @@ class StackedEngine:
             evaluation = self._evaluation(jobs, attacked, images, labels, threat, prior)
         adversarial = torch.zeros_like(clean) if threat is None else evaluation.adversarial()
         counts = torch.stack([clean, adversarial], dim=1)
-        return _later(jobs, counts, lambda job, row: job.evaluated(int(row[0]), int(row[1]), {}))
+        return later(jobs, counts, lambda job, row: job.evaluated(int(row[0]), int(row[1]), {}))
 
     def _measure(self, jobs: Sequence[StackJob[Measure]]) -> Iterator[Answer]:
         unlabelled = [torch.zeros(jobs[0].samples, dtype=torch.long, device=self._backend.device)] * len(jobs)
         evaluation = self._evaluation(jobs, self._parameters(jobs), self._read(jobs), unlabelled, jobs[0].threat)
-        return _later(jobs, evaluation.magnitudes().unsqueeze(1), lambda job, row: job.measured(*row))
+        return later(jobs, evaluation.magnitudes(), lambda job, row: job.measured(row.item()))
 
     # What the computations are made of.
 
-    def _schedule(self, jobs: Sequence[StackJob[Train]]) -> Iterator[Tensor]:
+    def _descended(
+        self,
+        jobs: Sequence[StackJob[Train | Distill]],
+        data: Sequence[tuple[Tensor, Tensor]],
+        prior: Tensor | None = None,
+        teachers: Sequence[Teacher] = (),
+    ) -> Trainings:
+        """Train on inputs and labels in a plan for jobs of this kind."""
+        first, training = jobs[0], jobs[0].task.training
+        ladder = self._fusing.ladder(jobs)
+        hyper, threat = replace(training, learning_rate=0.0), _constant(first.threat)
+        # A plan knows which parameters have factors, not their values, so that it serves the next round as well.
+        scaled = scalable(first.workspace.channels, ladder) if first.kept_channels else ()
+        # Each exit has a head of its own.
+        anchored = tuple(dict.fromkeys(name for job in jobs for name in job.anchored if name in ladder.spans))
+        flags = first.two_statistics, first.is_calibrated
+        kind = ladder, self._backend, first.samples, hyper, threat, scaled, *flags, anchored, bool(teachers)
+        plan = self._plan(kind, lambda: TrainingPlan(*kind))
+        factors = [job.factors for job in jobs]
+        plan.load(self._parameters(jobs), data, training, first.threat, factors, prior, teachers)
+        plan.run(self._schedule(jobs), [job.seed for job in jobs])
+        return plan.results()
+
+    def _schedule(self, jobs: Sequence[StackJob[Train | Distill]]) -> Iterator[Tensor]:
         """Yield the positions of every local iteration, those of all clients together, from the device's memory."""
         hyper, samples = jobs[0].task.training, jobs[0].samples
         drawn = [list(batches(samples, hyper.batch, hyper.iterations, job.task)) for job in jobs]
@@ -223,32 +246,9 @@ _COMPUTE: Mapping[str, Callable[[StackedEngine, Sequence[Any]], Iterator[Answer]
     Train.kind: StackedEngine._train,
     Evaluate.kind: StackedEngine._evaluate,
     Measure.kind: StackedEngine._measure,
+    Predict.kind: StackedEngine._predict,
+    Distill.kind: StackedEngine._distil,
 }
-
-
-def to_host(tables: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """Return tensors in the host's memory, all of them in one transfer."""
-    values = iter(transferred([value for table in tables for value in table.values()], torch.device("cpu")))
-    return [{name: next(values) for name in table} for table in tables]
-
-
-def _later(
-    jobs: Sequence[StackJob[T]], values: Tensor, finish: Callable[[StackJob[T], Sequence[float]], Answer]
-) -> Iterator[Answer]:
-    """Send each job's row of numbers to the host now; return an iterator that waits for them and finishes the jobs."""
-    arrived = None
-    if values.is_cuda:
-        values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrived.record()
-
-    def answers() -> Iterator[Answer]:
-        if arrived is not None:
-            arrived.synchronize()  # not for what the device was asked for later
-        for job, row in zip(jobs, values.tolist(), strict=True):
-            yield finish(job, row)
-
-    return answers()
 
 
 def _constant(threat: ThreatModel | None) -> ThreatModel | None:

@@ -219,7 +219,8 @@ def _small_blocks(program: LayerProgram) -> list[int]:
 
 def _is_head(program: LayerProgram) -> bool:
     """Whether an exit is one linear layer that reads the mean over all positions."""
-    return len(program.dense) == 1 and program.side == 1 and not program.dense[0].relu
+    averages = program.side == 1 and not program.maximum
+    return len(program.dense) == 1 and averages and not program.dense[0].relu
 
 
 def _is_plain(part: Convolution) -> bool:

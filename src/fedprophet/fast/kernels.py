@@ -188,6 +188,28 @@ class Kernels:
         total = (total * (x > 0) if masked else total).to(x.dtype)
         return total if out is None else out.copy_(total)
 
+    def maximum(self, x: Tensor, side: int) -> Tensor:
+        """Return the largest numbers of side × side equal parts of each image: K×N×(side·side·C)."""
+        k, n, h, w, c = x.shape
+        return x.view(k, n, side, h // side, side, w // side, c).amax(dim=(3, 5)).flatten(2)
+
+    def maximum_gradient(
+        self, gradient: Tensor, x: Tensor, side: int, masked: bool, out: Tensor | None = None
+    ) -> Tensor:
+        """Return the gradient of `maximum`, for images x; `masked`: where x > 0. `out` takes it.
+
+        The first of the largest numbers of a part, row by row, takes all of it, as in torch's own max-pools.
+        """
+        k, n, h, w, c = x.shape
+        lines, across = h // side, w // side
+        parts = x.view(k, n, side, lines, side, across, c).transpose(3, 4).flatten(4, 5)
+        top, winners = parts.max(dim=4, keepdim=True)
+        sent = gradient.to(x.dtype).reshape(top.shape)
+        sent = sent * (top > 0) if masked else sent
+        spread = torch.zeros_like(parts).scatter_(4, winners, sent)
+        total = spread.reshape(k, n, side, side, lines, across, c).transpose(3, 4).reshape(x.shape)
+        return total if out is None else out.copy_(total)
+
     def head_gradient(
         self,
         x: Tensor,

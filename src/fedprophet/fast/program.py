@@ -1,8 +1,8 @@
 """A part of a chain as a program that stacks of clients can run: blocks, then an exit. `reading` makes it.
 
 A block is a convolution with batch norm and ReLU, perhaps with a max-pool behind it. Two blocks may have a shortcut
-around them, as in a ResNet. The exit pools the feature and ends in dense layers: the backbone's own classifier, or an
-auxiliary head.
+around them, as in a ResNet. The exit pools the feature, to averages or maxima, and ends in dense layers: the backbone's
+own classifier, or an auxiliary head.
 """
 
 from dataclasses import dataclass, replace
@@ -75,7 +75,7 @@ class Dense:
 class LayerProgram:
     """Blocks, then an exit: the feature is averaged to `side` × `side` positions (None: left alone) and goes through
     `dense`. Without dense layers the feature is what comes out. `convex`: the exit is an auxiliary head, so the feature
-    before it has the strong-convexity term.
+    before it has the strong-convexity term. `maximum`: the exit takes the largest number of each part, not the average.
     """
 
     shape: tuple[int, int, int]
@@ -85,6 +85,7 @@ class LayerProgram:
     side: int | None
     dense: tuple[Dense, ...]
     convex: bool
+    maximum: bool = False
 
     @property
     def convolutions(self) -> tuple[Convolution, ...]:

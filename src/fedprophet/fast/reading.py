@@ -17,6 +17,7 @@ from fedprophet.cascade.trace import TracedProgram
 from fedprophet.fast.program import Block, Convolution, Dense, LayerProgram
 from fedprophet.models.normalize import Normalize
 
+AdaptivePool = nn.AdaptiveAvgPool2d | nn.AdaptiveMaxPool2d
 USED_TWICE = "a layer, or a parameter of one, that is used twice"
 
 
@@ -38,9 +39,11 @@ def read_program(
     blocks = tuple(parser.blocks())
     if not blocks:
         raise NotFusableError(f"it begins with {parser.here()}, not with a convolution, a batch norm and a ReLU")
-    side, dense = parser.exit()
+    pool, dense = parser.exit()
     parser.end()
-    program = LayerProgram((channels, height, width), normalize, blocks, side, tuple(dense), convex=False)
+    side, maximum = None if pool is None else _side(pool), isinstance(pool, nn.AdaptiveMaxPool2d)
+    shape = channels, height, width
+    program = LayerProgram(shape, normalize, blocks, side, tuple(dense), convex=False, maximum=maximum)
     _check_tensors(chain, first, last, program)
     if head is not None:
         program = _with_head(program, head, classes)
@@ -218,16 +221,17 @@ class _Parser:
         pool = self.take(nn.MaxPool2d)
         return 0 if pool is None else _halving(pool)
 
-    def exit(self) -> tuple[int | None, list[Dense]]:
-        pool, flatten = self.take(nn.AdaptiveAvgPool2d), self.take(nn.Flatten)
+    def exit(self) -> tuple[AdaptivePool | None, list[Dense]]:
+        pool: AdaptivePool | None = self.take(nn.AdaptiveAvgPool2d) or self.take(nn.AdaptiveMaxPool2d)
+        flatten = self.take(nn.Flatten)
         if flatten is not None and (flatten.start_dim, flatten.end_dim) != (1, -1):
             raise NotFusableError(f"a flattening of other dimensions: {flatten}")
         dense = list(self._dense())
         if dense and flatten is None:
             raise NotFusableError("a linear layer behind a feature that is not flattened")
         if not dense and (pool is not None or flatten is not None):
-            raise NotFusableError(f"an average or a flattening that is followed by {self.here()}")
-        return (None if pool is None else _side(pool)), dense
+            raise NotFusableError(f"a pool or a flattening that is followed by {self.here()}")
+        return pool, dense
 
     def _dense(self) -> Iterator[Dense]:
         while (layer := self.take(nn.Linear)) is not None:
@@ -261,12 +265,14 @@ def _check_norm(layer: nn.BatchNorm2d) -> None:
         raise NotFusableError("a batch norm without an epsilon, which would divide padding by zero")
 
 
-def _side(pool: nn.AdaptiveAvgPool2d) -> int:
+def _side(pool: AdaptivePool) -> int:
     size: Any = pool.output_size
     sides = {size} if isinstance(size, int) else set(size or ())
     side = sides.pop() if len(sides) == 1 else None
     if side is None:
-        raise NotFusableError(f"an average to a rectangle: {pool}")
+        raise NotFusableError(f"a pool to a rectangle: {pool}")
+    if isinstance(pool, nn.AdaptiveMaxPool2d) and pool.return_indices:
+        raise NotFusableError(f"a pool that says where its maxima were: {pool}")
     return int(side)
 
 
@@ -306,4 +312,4 @@ def _check_sizes(program: LayerProgram) -> None:
         raise NotFusableError(f"a feature of {height}×{width} positions before its exit: no square")
     side = program.side
     if side is not None and height % side:
-        raise NotFusableError(f"an average of {height}×{width} positions to {side}×{side}")
+        raise NotFusableError(f"a pool of {height}×{width} positions to {side}×{side}")

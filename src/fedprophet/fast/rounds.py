@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fedprophet.client.statistics import ADVERSARIAL, under_attack
+from fedprophet.fast.aims import Teacher, one_hot
 from fedprophet.fast.attack import StackAttack
 from fedprophet.fast.draws import Draws
 from fedprophet.fast.folded import FoldedStack
@@ -26,6 +27,10 @@ from fedprophet.threat import ThreatModel
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 """Turns a piece of work on fixed memory into one that is cheap to repeat. It does not run it."""
+
+
+Trainings = tuple[list[dict[str, Tensor]], list[float], list[bool]]
+"""Each client's tensors, mean loss, and whether all of its tensors are finite."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +48,6 @@ def uncaptured(work: Callable[[], None]) -> Callable[[], None]:
     return work
 
 
-def one_hot(labels: Tensor, classes: int) -> Tensor:
-    """Return labels as float32 targets; torch's own would look at the labels from the host."""
-    return (labels.unsqueeze(-1) == torch.arange(classes, device=labels.device)).float()
-
-
 def _attack(threat: ThreatModel | None, device: torch.device) -> StackAttack | None:
     return None if threat is None or threat.harmless else StackAttack(threat, device)
 
@@ -59,7 +59,8 @@ class TrainingPlan:
     `scaled` names the parameters that a group of sub-networks brings multiplied by a factor for each client.
     `observes`: clients bring a second set of norm statistics, under the names of `client.statistics`. They train with
     that one, while the first follows the clean batches. `calibrated`: clients add numbers of their own to class scores.
-    `anchored` names the parameters that a proximal term draws back to where they started.
+    `anchored` names the parameters that a proximal term draws back to where they started. `taught`: samples come with a
+    teacher, and perhaps without labels (`aims`).
     """
 
     ladder: Ladder
@@ -71,6 +72,7 @@ class TrainingPlan:
     observes: bool = False
     calibrated: bool = False
     anchored: tuple[str, ...] = ()
+    taught: bool = False
     _iterations: dict[int, "_Iteration"] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -84,9 +86,10 @@ class TrainingPlan:
         self.rows = torch.arange(clients, device=device).unsqueeze(1)
         self.folded = FoldedStack(self.ladder, self.backend.kernels, self.backend.compute)
         self.prior = torch.zeros((clients, self.classes), device=device) if self.calibrated else None
-        drawn = clients, self.samples, self.classes
-        self.server = torch.zeros(drawn, device=device) if self.hyper.consistency else None
-        """What the networks that a group brings predict for its clean inputs, where training draws back to that."""
+        drawn = self.taught or self.hyper.consistency
+        self.teacher = Teacher.empty((clients, self.samples), self.classes, device) if drawn else None
+        """What samples come with, or what the networks that a group brings predict for its clean inputs, where training
+        draws back to that."""
         self.training: TrainingStack | None = None
 
     def load(
@@ -97,11 +100,12 @@ class TrainingPlan:
         threat: ThreatModel | None,
         factors: Sequence[Factors] = (),
         prior: Tensor | None = None,
+        teachers: Sequence[Teacher] = (),
     ) -> None:
         """Take over a group: its parameters, its inputs and labels, and what may change from round to round.
 
-        `factors` are those of each client's scaled parameters, and `prior` what clients add to class scores, where
-        there are any.
+        `factors` are those of each client's scaled parameters, `prior` what clients add to class scores, and `teachers`
+        what their samples come with, where there are any.
         """
         used = [under_attack(own) for own in parameters] if self.observes else parameters
         stacks = self.layout.stacked(used, self.backend.device)
@@ -126,17 +130,21 @@ class TrainingPlan:
             self.labels[number].copy_(labels)
         if self.attack is not None and threat is not None:
             self.attack.set(threat)
-        if self.server is not None:
-            self._predict(self.server)
+        if self.teacher is not None and not self.taught:
+            self._predict(self.teacher)
+        for number, teacher in enumerate(teachers):
+            assert self.teacher is not None
+            self.teacher[number].take(teacher)
 
-    def _predict(self, probabilities: Tensor) -> None:
+    def _predict(self, teacher: Teacher) -> None:
         """Note the probabilities that `client.boundary` draws to, as many samples at a time as a step sees.
 
         They are those of evaluation mode, for clean inputs: of two sets of norm statistics by the one for these.
         """
         assert self.training is not None
         self.folded.fold({**self.training.stacks, **self.training.observed})
-        pieces = (torch.split(tensor, self.hyper.batch, dim=1) for tensor in (self.inputs, probabilities))
+        teacher.weights.fill_(self.hyper.consistency)
+        pieces = (torch.split(tensor, self.hyper.batch, dim=1) for tensor in (self.inputs, teacher.probabilities))
         for inputs, found in zip(*pieces, strict=True):
             found.copy_(self.folded.scores(self.folded.prepare(inputs)).softmax(dim=2))
 
@@ -160,7 +168,7 @@ class TrainingPlan:
                 self._iterations[size] = _Iteration(self, size)
             self._iterations[size].run(positions, [key(seed, "iteration", number) for seed in seeds])
 
-    def results(self) -> tuple[list[dict[str, Tensor]], list[float], list[bool]]:
+    def results(self) -> Trainings:
         """Return each client's tensors, mean loss, and whether all of its tensors are finite."""
         assert self.training is not None
         stacks, observed = self.training.stacks, self.training.observed
@@ -185,13 +193,13 @@ class TrainingPlan:
     @property
     def nbytes(self) -> int:
         """How much memory it holds on to, besides what a captured graph computes in."""
-        held = [self.inputs, self.labels]
-        if self.server is not None:
-            held.append(self.server)
+        held: list[Tensor | Teacher] = [self.inputs, self.labels]
+        if self.teacher is not None:
+            held.append(self.teacher)
         if self.training is not None:
             held += [tensor for part in self.training.held for tensor in part.values()]
         iterations = sum(iteration.nbytes for iteration in self._iterations.values())
-        return sum(tensor.nbytes for tensor in held) + iterations + self.folded.nbytes
+        return sum(each.nbytes for each in held) + iterations + self.folded.nbytes
 
 
 class _Iteration:
@@ -209,7 +217,8 @@ class _Iteration:
         self._perturbed = torch.empty_like(self._clean)
         self._prepared = plan.folded.prepare(self._clean)
         self._targets = torch.empty((clients, size, plan.classes), device=device)
-        self._server = None if plan.server is None else torch.empty_like(self._targets)
+        drawn = plan.teacher is not None
+        self._teacher = Teacher.empty((clients, size), plan.classes, device) if drawn else None
         self._draws = Draws(device)
         self.pieces = [plan.backend.capture(piece) for piece in (self._begin, self._climb, self._step)]
 
@@ -228,8 +237,8 @@ class _Iteration:
         assert plan.training is not None
         self._clean.copy_(plan.inputs[plan.rows, self._positions])
         self._targets.copy_(one_hot(plan.labels[plan.rows, self._positions], plan.classes))
-        if self._server is not None and plan.server is not None:
-            self._server.copy_(plan.server[plan.rows, self._positions])
+        if self._teacher is not None and plan.teacher is not None:
+            self._teacher.take(plan.teacher[plan.rows, self._positions])
         if plan.observes:
             plan.training.observe(plan.folded.prepare(self._clean))
         x = self._clean
@@ -249,15 +258,15 @@ class _Iteration:
 
     def _step(self) -> None:
         assert self._plan.training is not None
-        self._plan.training.step(self._prepared, self._targets, self._draws, self._server)
+        self._plan.training.step(self._prepared, self._targets, self._draws, self._teacher)
 
     @property
     def nbytes(self) -> int:
         """How much memory it holds on to."""
-        held = [self._clean, self._perturbed, self._prepared, self._targets]
-        if self._server is not None:
-            held.append(self._server)
-        return sum(tensor.nbytes for tensor in held) + self._draws.nbytes
+        held: list[Tensor | Teacher] = [self._clean, self._perturbed, self._prepared, self._targets]
+        if self._teacher is not None:
+            held.append(self._teacher)
+        return sum(each.nbytes for each in held) + self._draws.nbytes
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,9 @@ class StackedNetwork:
     def pooled(self, exits: Exits, feature: Tensor) -> Tensor:
         """Return the feature as the first dense layer of an exit reads it: K×N×inputs."""
         side = exits.program.side
-        return feature.flatten(2) if side in (None, feature.shape[2]) else self.kernels.average(feature, side)
+        if side is None or side == feature.shape[2]:
+            return feature.flatten(2)
+        return (self.kernels.maximum if exits.program.maximum else self.kernels.average)(feature, side)
 
     def exit_gradient(
         self,
@@ -71,8 +73,10 @@ class StackedNetwork:
 
         The strong-convexity term belongs to auxiliary heads alone. `masked`: where the feature is above 0.
         """
-        weight = exits.program.weighted(strong_convexity)
         side = exits.program.side or feature.shape[2]
+        if exits.program.maximum:  # never an auxiliary head's
+            return self.kernels.maximum_gradient(gradient, feature, side, masked, out)
+        weight = exits.program.weighted(strong_convexity)
         return self.kernels.average_gradient(gradient, feature, side, weight, masked, out)
 
     def calibrated(self, exits: Exits, scores: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fedprophet.cascade.heads import of_head
+from fedprophet.fast.aims import Teacher, aimed
 from fedprophet.fast.draws import Draws
 from fedprophet.fast.kernels import Kernels, Statistics
 from fedprophet.fast.layout import Tensors
@@ -89,10 +90,10 @@ class TrainingStack(StackedNetwork):
         torch._foreach_zero_([*self.velocity.values(), *self._summed.values()])
         self.losses.zero_()
 
-    def step(self, z: Tensor, targets: Tensor, draws: Draws, server: Tensor | None = None) -> None:
+    def step(self, z: Tensor, targets: Tensor, draws: Draws, teacher: Teacher | None = None) -> None:
         """Take one step of SGD on a prepared (perturbed) batch; `targets` are one-hot, dropout comes from `draws`.
 
-        `server` are the probabilities that training draws back to, in the shape of the targets, where it does.
+        `teacher` is what training is drawn to beside the targets, where it is (`aims`).
         """
         blocks, weights = self.ladder.longest.blocks, self._weights()
         saved = list(self._run(z, weights, self.stacks))
@@ -104,7 +105,7 @@ class TrainingStack(StackedNetwork):
             kept = saved.pop()
             behind = blocks[min(number + 1, len(blocks) - 1)]
             deeper = partial(self._deeper, behind, above, weights[behind], shortcuts.pop(number + 1, None))
-            here = partial(self._exit, kept.left, targets, server, draws, gradients)
+            here = partial(self._exit, kept.left, targets, teacher, draws, gradients)
             gradient = joined(kept.left, self.leaving(number + 1), above, deeper, here)
             if kept.winners is not None:
                 gradient = self.kernels.unpool(kept.winners, gradient, blocks[number].pool)
@@ -163,7 +164,7 @@ class TrainingStack(StackedNetwork):
         self,
         features: Tensor,
         targets: Tensor,
-        server: Tensor | None,
+        teacher: Teacher | None,
         draws: Draws,
         gradients: Gradients,
         exits: Exits,
@@ -178,8 +179,8 @@ class TrainingStack(StackedNetwork):
             dense, weights, biases, self.pooled(exits, feature), partial(draws.uniform, first=exits.low)
         )
         samples, mu = targets.shape[1], self.hyper.strong_convexity
-        drawn = None if server is None else server[clients]
-        loss, gradient = self._aimed(self.calibrated(exits, run.scores), targets[clients], drawn)
+        own = None if teacher is None else teacher[clients]
+        loss, gradient = aimed(self.calibrated(exits, run.scores), targets[clients], own)
         if exits.program.convex:
             norms = torch.linalg.vector_norm(feature.flatten(1), dim=1, dtype=torch.float32)
             loss = loss + 0.5 * mu * norms.square() / samples
@@ -190,21 +191,6 @@ class TrainingStack(StackedNetwork):
             if layer.bias:
                 gradients[f"{layer.name}.bias"] = bias
         return self.exit_gradient(exits, gradient, feature, mu / samples, out=out)
-
-    def _aimed(self, scores: Tensor, targets: Tensor, server: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return each client's mean loss, and its gradient at the class scores, of which q are the probabilities.
-
-        The loss is that of `client.aims`, −Σ y log q + β Σ p (log p − log q), for one-hot y and the server's p. So with
-        t = y + β p it is −Σ t log q but for a constant, and its gradient is (Σ t) q − t: these t do not sum to 1.
-        """
-        samples, log_q, q = scores.shape[1], scores.log_softmax(dim=2), scores.softmax(dim=2)
-        if server is None:
-            return -(log_q * targets).sum(dim=(1, 2)) / samples, (q - targets) / samples
-        strength = self.hyper.consistency
-        aims = targets + strength * server
-        # Where p is near q, what nearly cancels is subtracted before it is summed.
-        loss = strength * (torch.xlogy(server, server) - server * log_q) - targets * log_q
-        return loss.sum(dim=(1, 2)) / samples, (aims.sum(dim=2, keepdim=True) * q - aims) / samples
 
     def _backward(
         self, part: Convolution, x: Tensor, normed: Normed, active: Tensor, g: Tensor, gradients: Gradients
