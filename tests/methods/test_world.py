@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from fedprophet.errors import ConfigError
 from fedprophet.methods.fedprophet import initial_heads
+from fedprophet.methods.world import local_training
 from fedprophet.runs.session import assemble
 
 
@@ -87,3 +89,14 @@ def test_a_run_says_when_statistics_were_fixed(after, rounds, tiny):
     assert method.layers_of(method.initial()) == {"personalised": text, "global": text}
     shared = assemble(tiny({**settings, "norm.layers": "shared"})).method
     assert "fixed" not in shared.layers_of(shared.initial())["global"]
+
+
+def test_a_single_round_gathers_statistics_and_fixes_none(tiny):
+    """A preset's share does not refuse it; a number of rounds that was asked for does."""
+    single = {"method": "jfat", "rounds": 1, "train.warmup": 0, "norm.layers": "frozen"}
+    config = tiny({**single, "norm.frozen_after": "50%"})
+    method = assemble(config).method
+    assert not local_training(config, stage_round=1).fixed_statistics
+    assert "fixed" not in method.layers_of(method.initial())["global"]
+    with pytest.raises(ConfigError, match=r"norm.frozen_after: given 1, allowed: at least 1 round and fewer than"):
+        tiny({**single, "norm.frozen_after": 1})

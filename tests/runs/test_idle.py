@@ -41,6 +41,11 @@ CIRCUMSTANCES = {
     "no warm-up": (QUICK, {"train.warmup_stages": "first"}, "train.warmup = 0"),
     "one iteration": ({**JFAT, "train.iterations": 1}, {"train.proximal": 0.5}, "train.iterations = 1"),
     "not frozen": ({**JFAT, "norm.layers": "shared"}, {"norm.frozen_after": 1}, 'norm.layers = "shared"'),
+    "frozen after the only round": (
+        {**JFAT, "rounds": 1, "norm.layers": "frozen"},
+        {"norm.frozen_after": "60%"},
+        "rounds = 1",
+    ),
     "no own layers": ({**JFAT, "norm.layers": "shared"}, {"norm.newcomers": "average"}, 'norm.layers = "shared"'),
     "no refresh": (JFAT, {"norm.refresh_layers": "in-turn", "norm.refresh_clients": 2}, 'norm.refresh = "none"'),
     "alpha stays": (

@@ -141,8 +141,8 @@ class Config(Section):
 
     @property
     def frozen_after_rounds(self) -> int:
-        """Rounds of a stage after which norm statistics are fixed, where they are."""
-        return share_of(self.norm.frozen_after, self.rounds)
+        """Rounds of a stage after which norm statistics are fixed, where they are; the first always gathers them."""
+        return max(share_of(self.norm.frozen_after, self.rounds), 1)
 
     @property
     def refresh_images(self) -> Literal["none", "clean", "attacked"]:

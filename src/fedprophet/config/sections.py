@@ -15,7 +15,7 @@ from fedprophet.server.rules import RULES
 from fedprophet.settings.describe import misfit
 from fedprophet.settings.section import Section
 from fedprophet.settings.toml import shown
-from fedprophet.settings.values import Budget, Clients, Counts, OfClients, OneOf, Ratio, Rounds
+from fedprophet.settings.values import Budget, Clients, Counts, OfClients, OneOf, Ratio, Rounds, share_of
 
 
 class PopulationSettings(Section):
@@ -177,13 +177,18 @@ class NormSettings(Section):
         if at_stages and self.refresh == "none":
             text = '"run", or "stage" with norm.refresh = "clean" or "attacked"'
             yield misfit("norm.refresh_after", self.refresh_after, text)
-        if self.layers == "frozen" and not 1 <= config.frozen_after_rounds < config.rounds:
+        # A preset's share must not refuse a trial run of a single round, where nothing comes after it.
+        tried = config.rounds == 1 and isinstance(self.frozen_after, str)
+        leaves_some = 1 <= share_of(self.frozen_after, config.rounds) < config.rounds
+        if self.layers == "frozen" and not (tried or leaves_some):
             text = f"at least 1 round and fewer than rounds = {config.rounds}"
             yield misfit("norm.frozen_after", self.frozen_after, text)
 
     def idle(self, config: Any) -> Iterator[tuple[str, str]]:
         if self.layers != "frozen":
             yield "frozen_after", f"norm.layers = {shown(self.layers)}"
+        elif config.rounds == 1:
+            yield "frozen_after", "rounds = 1"
         if self.refresh == "none":
             yield from ((key, 'norm.refresh = "none"') for key in ("refresh_layers", "refresh_clients"))
 

@@ -141,7 +141,8 @@ class Method(ABC, Generic[S]):
         elif norm.layers != "local":
             rounds = world.config.frozen_after_rounds
             fixed = f"; statistics fixed after {rounds} round{'s' if rounds > 1 else ''} of a stage"
-            joined = f"{SHARED_LAYERS}, variances pooled{fixed if norm.layers == 'frozen' else ''}"
+            are_fixed = norm.layers == "frozen" and rounds < world.config.rounds
+            joined = f"{SHARED_LAYERS}, variances pooled{fixed if are_fixed else ''}"
             self.norm_layers = self.client_norm_layers = joined
 
     @abstractmethod
