@@ -260,7 +260,7 @@ def test_what_cannot_be_fused_runs_on_the_gpu_too(sessions, dealt):
 @needs_gpu
 @pytest.mark.parametrize("method", ["feddf", "fedet"])
 def test_rounds_of_distillation_equal_the_plain_engines(sessions, method, dealt, close, caplog):
-    """Predictions and distillation too, often enough that graphs are used."""
+    """Predictions and distillation too, often enough that graphs are used. The second begins with what is left."""
     caplog.set_level(logging.WARNING, "fedprophet")
     smallest = ["cnn3"] if method == "feddf" else []  # FedET needs last layers of one shape
     changes = {
@@ -271,15 +271,16 @@ def test_rounds_of_distillation_equal_the_plain_engines(sessions, method, dealt,
         "train.learning_rate": 0.02,
         "train.iterations": 2,
     }
-    (plain, expected), (fast, found) = (play(each, 1, dealt(each, each.engine)) for each in sessions(changes))
+    (plain, expected), (fast, found) = (play(each, 2, dealt(each, each.engine)) for each in sessions(changes))
     assert not caplog.records
-    assert found[0]["architectures"] == expected[0]["architectures"]
-    assert found[0]["loss"] == pytest.approx(expected[0]["loss"], rel=1e-4)
-    for name, loss in expected[0]["distillation"].items():
-        assert found[0]["distillation"][name] == pytest.approx(loss, rel=1e-3), name
+    for mine, own in zip(found, expected, strict=True):
+        assert mine["architectures"] == own["architectures"]
+        assert mine["loss"] == pytest.approx(own["loss"], rel=1e-3)
+        for name, loss in own["distillation"].items():
+            assert mine["distillation"][name] == pytest.approx(loss, rel=2e-3), name
     for name, model in plain.models.items():
         for tensor, value in model.items():
-            assert close(fast.models[name][tensor].float(), value.float(), 2e-3), (name, tensor)
+            assert close(fast.models[name][tensor].float(), value.float(), 5e-3), (name, tensor)
 
 
 @needs_gpu

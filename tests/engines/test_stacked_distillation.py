@@ -1,7 +1,7 @@
 """Predictions and distillation on the stacked engine, and whole rounds of FedDF and FedET, against the plain one."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fedprophet.fast.kernels import Kernels
+from fedprophet.fast.rounds import TrainingPlan
 from fedprophet.messages.answers import Answer
 from fedprophet.messages.tasks import Distill, Predict, Task
 from fedprophet.messages.values import BACKBONE, SERVER, LocalTraining
@@ -204,13 +205,22 @@ def test_models_of_one_architecture_are_distilled_together(session, assert_same_
     assert [plan.ladder.clients for plan in plans] == [2]
 
 
-def test_dropout_is_drawn_anew_for_each_model(session, stacked):
+def test_dropout_is_drawn_anew_for_each_model(session, stacked, monkeypatch):
     """Its draws differ from the plain path's, and are the same for the same task."""
+    used, run = [], TrainingPlan.run
+
+    def noted(plan: TrainingPlan, batches: Iterable[Tensor], seeds: Sequence[int]) -> None:
+        used.append(list(seeds))
+        run(plan, batches, seeds)
+
+    monkeypatch.setattr(TrainingPlan, "run", noted)
     tasks = distillations_of(session, mean_prediction(scores()), ["vgg-small-3", "vgg-small-3"])
-    engine = stacked(session)
-    seeds = [engine._job(task).seed for task in tasks]
-    assert len(set(seeds)) == 2
-    assert seeds == [stacked(session)._job(task).seed for task in tasks]
+    for _ in range(2):
+        list(stacked(session).map(tasks))
+    list(stacked(session).map([replace(task, round=4) for task in tasks]))
+    first, again, next_round = used
+    assert first == again
+    assert len({*first, *next_round}) == 4
 
 
 def test_a_model_that_is_no_number_says_so_in_its_loss(session, stacked):

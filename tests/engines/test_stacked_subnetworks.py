@@ -6,9 +6,11 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
+from fedprophet.engines.stack_job import AtomSpan
 from fedprophet.fast import narrow
 from fedprophet.fast.kernels import Kernels
 from fedprophet.messages.tasks import Evaluate, ModelTask, Train
+from fedprophet.messages.values import BACKBONE
 from fedprophet.server.coordinator import play_round
 from fedprophet.threat import ThreatModel
 
@@ -32,9 +34,10 @@ def test_sub_networks_of_any_width(
     session_of, monkeypatch, plans, method, apart, kernels, groups, stacked, partial_tasks, assert_same_training
 ):
     """Two rounds: a plan is used again for other channels, and clients begin with what they kept of the first."""
-    monkeypatch.setattr(narrow, "APART", apart)
     session = session_of({"method": method, **EVEN, "model.options": {"width": 8}})
     engine = stacked(session, kernels=kernels)
+    whole = engine._fusing.program(AtomSpan(BACKBONE, 0, len(session.world.chain)))
+    monkeypatch.setattr(narrow, "APART", apart * narrow.work(whole))
     for number, widths in enumerate((SHARES, SHARES[::-1]), start=1):
         tasks = partial_tasks(session, widths, number, threat=None)
         assert len({tuple(map(len, task.kept_channels.values())) for task in tasks}) == len(SHARES)
@@ -70,7 +73,6 @@ def test_plans_of_sub_networks_leave_no_trace(
 ):
     """Attacked rounds on one engine, and the last of them on a fresh one: the same bytes."""
     session = session_of({"method": "feddrop", **EVEN, "train.warmup": 0})
-    monkeypatch.setattr(narrow, "APART", 100.0)
     used = stacked(session)
     for number, widths in enumerate(((1.0, 0.9, 0.9), (0.5, 1.0, 0.25)), start=1):
         list(used.map(partial_tasks(session, widths, number)))
@@ -90,7 +92,6 @@ def test_a_sub_network_does_not_depend_on_who_is_beside_it(
     session = session_of({"method": "feddrop", **EVEN, "train.warmup": 0, "model.options": {"width": 3}})
     tasks = partial_tasks(session, (0.4, 1.0, 0.7))
     tasks = [replace(task, training=replace(task.training, iterations=1)) for task in tasks]
-    monkeypatch.setattr(narrow, "APART", 100.0)
     together = list(stacked(session).map(tasks))
     alone = [update for task in tasks for update in stacked(session).map([task])]
     for a, b in paired(together, alone):

@@ -18,6 +18,7 @@ from fedprophet.client.aims import Labels
 from fedprophet.client.descent import batches
 from fedprophet.client.part import ModelPart
 from fedprophet.client.trainer import train
+from fedprophet.fast import narrow
 from fedprophet.fast.folded import FoldedStack
 from fedprophet.fast.kernels import Kernels, gathered
 from fedprophet.fast.narrow import (
@@ -205,7 +206,7 @@ def test_work_of_shortcuts_and_strides_by_hand():
     ("counts", "expected"),
     [
         ({8: 3}, {8: 8}),
-        # Ten narrow clients beside full ones: alone they would cost 10 + 10/16, with them 10.
+        # One more group costs 10 here. Ten narrow clients beside full ones: alone they cost 10 + 10/16, with them 10.
         ({8: 30, 2: 10}, {8: 8, 2: 8}),
         # Eleven of them: 10 + 11/16 is less than 11.
         ({8: 30, 2: 11}, {8: 8, 2: 2}),
@@ -218,8 +219,17 @@ def test_work_of_shortcuts_and_strides_by_hand():
         ({8: 1, 5: 2, 3: 3, 2: 4}, {8: 8, 5: 8, 3: 8, 2: 8}),
     ],
 )
-def test_what_is_run_together(counts, expected):
+def test_what_is_run_together(counts, expected, monkeypatch):
+    monkeypatch.setattr(narrow, "APART", 10.0)
     assert run_at(counts, lambda width: (width / WHOLE) ** 2) == expected
+
+
+def test_small_networks_are_run_together_and_large_ones_apart():
+    """For the multiplications of a whole VGG16 at 32×32 and of a ResNet34 at 224×224, ten clients of the paper."""
+    counts = {8: 1, 5: 2, 3: 3, 2: 4}
+    assert set(run_at(counts, lambda width: 3.1e8 * (width / WHOLE) ** 2).values()) == {8}
+    # In whole clients: 1 + 2 · (5/8)² + 7 · (3/8)² + 3 · 0.83 = 5.3; all together 10.8, each width apart 5.8.
+    assert run_at(counts, lambda width: 3.6e9 * (width / WHOLE) ** 2) == {8: 8, 5: 5, 3: 3, 2: 3}
 
 
 def test_factors_by_hand():

@@ -112,7 +112,7 @@ class Fusing:
         self._check_programs(job)
         # A sub-network may be run among wider ones.
         if self._activations(at_width(job, WHOLE)) > self._limit:
-            raise NotFusableError(f"{job.samples} samples of one client at once, which need more memory than there is")
+            raise NotFusableError(f"{job.at_once} samples of one client at once, which need more memory than there is")
         return job
 
     def _check_programs(self, job: StackJob[ModelTask]) -> None:

@@ -27,12 +27,12 @@ Shape = tuple[int, ...]
 
 WHOLE = 8
 """The full width. Widths are counted in eighths of it: fewer would waste work on zeros, more would need more plans."""
-APART = 10.0
-"""The cost of one more group, in clients of full width.
+APART = 3e9
+"""The cost of one more group, in multiplications of a sample's way through the convolutions.
 
-A small group does not fill a device, and each number of clients of each width needs a plan, whose kernels are compiled
-and whose graphs are captured anew. Ten sub-networks of VGG16 train for 0.9 s on an H200 in one group, as ten whole
-models do; a round in groups as small as one client each, with half the arithmetic, took longer.
+It is launches and graphs, whatever a group computes: each number of clients of each width has a plan, whose kernels are
+compiled and whose graphs are captured anew, and small groups do not fill a device. So it is a number of its own: about
+ten whole VGG16s for 32×32 pixels, a round of the paper, and less than one ResNet34 for 224×224.
 """
 
 
@@ -97,7 +97,7 @@ def run_at(counts: Mapping[int, int], cost: Callable[[int], float]) -> dict[int,
         for end in range(start + 1, len(widths) + 1):
             clients = sum(counts[width] for width in widths[start:end])
             after, begins = best(end)
-            options.append((APART * cost(WHOLE) + clients * cost(widths[start]) + after, (start, *begins)))
+            options.append((APART + clients * cost(widths[start]) + after, (start, *begins)))
         return min(options, key=lambda option: (option[0], len(option[1])))
 
     begins = best(0)[1]
