@@ -103,14 +103,12 @@ def test_predictions(session, kernels, stacked, paired, caplog):
     assert not torch.allclose(pairs[0][0].logits, pairs[3][0].logits, atol=1e-2)
 
 
-def test_predictions_in_pieces_are_those_of_all_samples_at_once(session, stacked, paired, monkeypatch):
-    tasks = predictions_of(session, ["cnn3", "cnn3", BACKBONE])
-    whole = list(stacked(session).map(tasks))
-    for module in ("stack_job", "stacked"):
-        monkeypatch.setattr(f"fedprophet.engines.{module}.PIECE", 16)
+def test_predictions_in_pieces_are_those_of_all_samples_at_once(session, stacked, paired):
+    tasks = predictions_of(session, ["cnn3", "cnn3", BACKBONE], batch=PUBLIC + 1)
+    in_pieces = [replace(task, batch=16) for task in tasks]  # 16, 16 and 8
     engine = stacked(session)
-    assert [engine._job(task).at_once for task in tasks] == [16, 16, 16]
-    for mine, theirs in paired(engine.map(tasks), whole):
+    assert [engine._job(task).at_once for task in (*tasks, *in_pieces)] == [PUBLIC] * 3 + [16] * 3
+    for mine, theirs in paired(engine.map(in_pieces), engine.map(tasks)):
         torch.testing.assert_close(mine.logits, theirs.logits, rtol=1e-5, atol=1e-6)
 
 

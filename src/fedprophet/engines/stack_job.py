@@ -20,9 +20,6 @@ from fedprophet.messages.values import LocalTraining
 from fedprophet.randomness import key
 from fedprophet.threat import ThreatModel
 
-PIECE = 512
-"""How many public samples are predicted at once."""
-
 M_co = TypeVar("M_co", bound=ModelTask, covariant=True)
 
 
@@ -65,7 +62,7 @@ class StackJob(Job[M_co]):
         """Of how many samples activations are in memory at once."""
         if self.training is not None:
             return min(self.samples, self.training.batch)
-        return min(self.samples, PIECE) if isinstance(self.task, Predict) else self.samples
+        return min(self.samples, self.task.batch) if isinstance(self.task, Predict) else self.samples
 
     @property
     def training(self) -> LocalTraining | None:

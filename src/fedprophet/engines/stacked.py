@@ -23,7 +23,7 @@ from fedprophet.engines.inputs import Inputs
 from fedprophet.engines.plain import PlainEngine
 from fedprophet.engines.returning import later, to_host
 from fedprophet.engines.row_attacks import RowAttacks
-from fedprophet.engines.stack_job import PIECE, StackJob
+from fedprophet.engines.stack_job import StackJob
 from fedprophet.fast.aims import Teacher
 from fedprophet.fast.folded import FoldedStack
 from fedprophet.fast.layout import sent
@@ -133,7 +133,7 @@ class StackedEngine:
 
     def _predict(self, jobs: Sequence[StackJob[Predict]]) -> Iterator[Answer]:
         folded = self._folded(self._fusing.ladder(jobs), self._parameters(jobs))
-        pieces = zip(*(torch.split(self._inputs.images(job), PIECE) for job in jobs), strict=True)
+        pieces = zip(*(torch.split(self._inputs.images(job), jobs[0].at_once) for job in jobs), strict=True)
         scores = [folded.scores(folded.prepare(torch.stack(piece))) for piece in pieces]
         return later(jobs, torch.cat(scores, dim=1), lambda job, row: job.predicted(row.clone()))
 
