@@ -1,13 +1,14 @@
 """What a configuration is: the paper's defaults, its tables, and whether they fit together."""
 
 import pickle
+import signal
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, create_model
 
-from fedprophet.config.config import Config, machine_keys
+from fedprophet.config.config import Config, _composed, machine_keys
 from fedprophet.config.load import PRESETS, load_config, parse_config
 from fedprophet.config.reference import reference_markdown, to_toml
 from fedprophet.config.sections import TrainSettings
@@ -31,6 +32,21 @@ def test_defaults_are_the_papers() -> None:
     assert (perturbation.start, perturbation.change, perturbation.threshold) == (0.3, 0.1, 0.05)
     assert (config.shards.kind, config.shards.classes_per_client, config.shards.iid_fraction) == ("skewed", 2, 0.2)
     assert config.data.validation == 0.2
+
+
+def test_a_ctrl_c_waits_until_the_model_of_a_configuration_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pydantic would make an error of its own of an exception that comes while it builds."""
+    built = []
+
+    def interrupted(*names: Any, **fields: Any) -> type[Config]:
+        signal.raise_signal(signal.SIGINT)
+        built.append(create_model(*names, **fields))
+        return built[-1]
+
+    monkeypatch.setattr("fedprophet.config.config.create_model", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        _composed.__wrapped__(())
+    assert len(built) == 1
 
 
 def test_momentum_decides_the_copies_that_training_holds() -> None:

@@ -27,6 +27,7 @@ from fedprophet.config.sections import (
 from fedprophet.data.registry import DataSettings
 from fedprophet.data.shards import ShardSettings
 from fedprophet.fleet.availability import FleetSettings
+from fedprophet.interrupts import signals_wait
 from fedprophet.models.registry import ModelSettings
 from fedprophet.settings.describe import default_of, misfit
 from fedprophet.settings.section import Section, registered_sections
@@ -196,7 +197,8 @@ def config_model() -> type[Config]:
 @lru_cache
 def _composed(sections: tuple[tuple[str, type[Section]], ...]) -> type[Config]:
     fields: dict[str, Any] = {name: (kind, kind()) for name, kind in sections}
-    return create_model("Config", __base__=Config, __doc__=Config.__doc__, __module__=__name__, **fields)
+    with signals_wait():  # pydantic would turn a Ctrl-C into an error of its own
+        return create_model("Config", __base__=Config, __doc__=Config.__doc__, __module__=__name__, **fields)
 
 
 def machine_keys() -> frozenset[str]:
