@@ -152,36 +152,36 @@ def test_pool_and_its_gradient(triton, size, dtype, window):
     assert error(back, Kernels().unpool(winning, gradient, window)) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-def test_averages(triton, size, dtype, parts):
-    _, _, side, _, channels = size
-    if side % parts:
-        pytest.skip("does not divide")
-    x = images(size, channels, dtype, seed=5)
-    gradient = draw(*size[:2], parts * parts * channels, seed=6, dtype=dtype)
-    one, two = on_gpu(dtype, x, gradient)
-    plain = Kernels()
-    assert error(triton.average(one, parts), plain.average(x, parts)) < TOLERANCE[dtype]
-    for weight, masked in ((0.0, False), (0.3, True)):
-        out = torch.empty_like(one)
-        assert triton.average_gradient(two, one, parts, weight, masked, out) is out
-        assert error(out, plain.average_gradient(gradient, x, parts, weight, masked)) < TOLERANCE[dtype]
+def dividing(side: int) -> list[int]:
+    """Return into how many parts a side can be pooled."""
+    return [parts for parts in (1, 2) if side % parts == 0]
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-def test_maxima(triton, size, dtype, parts):
+def test_averages(triton, size, dtype):
     _, _, side, _, channels = size
-    if side % parts:
-        pytest.skip("does not divide")
+    x, plain = images(size, channels, dtype, seed=5), Kernels()
+    for parts in dividing(side):
+        gradient = draw(*size[:2], parts * parts * channels, seed=6, dtype=dtype)
+        one, two = on_gpu(dtype, x, gradient)
+        assert error(triton.average(one, parts), plain.average(x, parts)) < TOLERANCE[dtype]
+        for weight, masked in ((0.0, False), (0.3, True)):
+            out = torch.empty_like(one)
+            assert triton.average_gradient(two, one, parts, weight, masked, out) is out
+            assert error(out, plain.average_gradient(gradient, x, parts, weight, masked)) < TOLERANCE[dtype]
+
+
+def test_maxima(triton, size, dtype):
+    _, _, side, _, channels = size
     x = images(size, channels, dtype, seed=5).relu().mul(2).round().div(2)  # many positions are equal
-    gradient = draw(*size[:2], parts * parts * channels, seed=6, dtype=dtype)
-    one, two = on_gpu(dtype, x, gradient)
     plain = Kernels()
-    assert torch.equal(triton.maximum(one, parts).float().cpu(), plain.maximum(x, parts))
-    for masked in (False, True):
-        out = torch.empty_like(one)
-        assert triton.maximum_gradient(two, one, parts, masked, out) is out
-        assert torch.equal(out.float().cpu(), plain.maximum_gradient(gradient, x, parts, masked))
+    for parts in dividing(side):
+        gradient = draw(*size[:2], parts * parts * channels, seed=6, dtype=dtype)
+        one, two = on_gpu(dtype, x, gradient)
+        assert torch.equal(triton.maximum(one, parts).float().cpu(), plain.maximum(x, parts))
+        for masked in (False, True):
+            out = torch.empty_like(one)
+            assert triton.maximum_gradient(two, one, parts, masked, out) is out
+            assert torch.equal(out.float().cpu(), plain.maximum_gradient(gradient, x, parts, masked))
 
 
 @pytest.mark.parametrize("wide", [False, True], ids=["bias-like-weights", "bias-in-float32"])

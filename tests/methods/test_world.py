@@ -98,5 +98,8 @@ def test_a_single_round_gathers_statistics_and_fixes_none(tiny):
     method = assemble(config).method
     assert not local_training(config, stage_round=1).fixed_statistics
     assert "fixed" not in method.layers_of(method.initial())["global"]
-    with pytest.raises(ConfigError, match=r"norm.frozen_after: given 1, allowed: at least 1 round and fewer than"):
-        tiny({**single, "norm.frozen_after": 1})
+    for given, rounds in ((1, 1), (0, 3), (3, 3)):
+        with pytest.raises(ConfigError, match=rf"norm.frozen_after: given {given}, allowed: at least 1"):
+            tiny({**single, "rounds": rounds, "norm.frozen_after": given})
+    few = tiny({**single, "rounds": 3, "norm.frozen_after": "30%"})
+    assert few.frozen_after_rounds == 1

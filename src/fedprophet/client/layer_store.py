@@ -19,10 +19,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fedprophet.errors import CheckpointError
+from fedprophet.going_on import how_to_resume
 from fedprophet.messages.modules import digest
 from fedprophet.messages.values import Timeline
 from fedprophet.storage.bounded import BoundedCache
-from fedprophet.storage.files import how_to_resume, tensors_from_bytes, tensors_to_bytes, write_atomic_all
+from fedprophet.storage.files import tensors_from_bytes, tensors_to_bytes, write_atomic_all
 
 CLIENTS_PER_FOLDER = 1000
 ENDING = ".safetensors"

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from fedprophet.attacks.pgd import pgd
 from fedprophet.cascade.atoms import Chain
 from fedprophet.cascade.norms import MEAN, VARIANCE, norm_modules
 from fedprophet.cascade.trace import flags
-from fedprophet.client.aims import Labels
+from fedprophet.client.captured import Ascent
 from fedprophet.client.part import ModelPart
+from fedprophet.client.trainer import attacked
 from fedprophet.data.examples import Examples
 from fedprophet.messages.tasks import Refresh
 from fedprophet.randomness import generator
@@ -35,10 +35,9 @@ def fresh_statistics(task: Refresh, part: ModelPart, written: Chain, examples: E
     for number, positions in enumerate(batches):
         x = part.take(examples.fetch(positions))
         if task.threat is not None:
-            aim = Labels(examples.labels[positions].to(x.device))
+            labels = examples.labels[positions].to(x.device)
             draw = generator(task.seed, "refreshing attack", task.round, task.client, number)
-            with part.still():
-                x = pgd(lambda z, aim=aim: part.exit_losses(part.features(z), aim, 0.0).sum(), x, task.threat, draw)  # type: ignore[misc]
+            x = attacked(part, x, labels, task.threat, draw, len(x), Ascent(part, task.threat, strong_convexity=0.0))
         normalising = _by_batch(() if task.layer or len(positions) < 2 else chosen.values())
         with torch.no_grad(), written.mode(0, task.last, training=False), normalising, _watched(chosen, moments):
             written.run(x, 0, task.last)

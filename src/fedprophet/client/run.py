@@ -134,8 +134,7 @@ def _predict(task: Predict, job: Job[Predict]) -> Predicted:
 def _distill(task: Distill, job: Job[Distill]) -> Distilled:
     workspace = _loaded(job)
     loss = distill(task, workspace.part(task.first, task.last), job.client.data.train)
-    names = (*workspace.chain.shared(), *workspace.chain.local())
-    return job.distilled(loss, workspace.values(names))
+    return job.distilled(loss, workspace.values((*workspace.chain.shared(), *workspace.chain.local())))
 
 
 def evaluated_part(job: Job[Evaluate]) -> ModelPart:

@@ -142,7 +142,7 @@ class Config(Section):
 
     @property
     def frozen_after_rounds(self) -> int:
-        """Rounds of a stage after which norm statistics are fixed, where they are; the first always gathers them."""
+        """Rounds of a stage after which norm statistics are fixed, where they are; a round at least gathers them."""
         return max(share_of(self.norm.frozen_after, self.rounds), 1)
 
     @property

@@ -12,9 +12,9 @@ from fedprophet.config.choices import methods, reads
 from fedprophet.config.config import Config, config_model
 from fedprophet.config.renamed import assign, renamed_path, with_new_names
 from fedprophet.errors import ConfigError, unknown
+from fedprophet.going_on import how_to_resume
 from fedprophet.settings.describe import explain, misfit, section_of
 from fedprophet.settings.toml import parse_toml
-from fedprophet.storage.files import how_to_resume
 
 DEFAULT_PRESET = "digits"
 PER_METHOD = "methods"

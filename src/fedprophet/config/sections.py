@@ -15,7 +15,7 @@ from fedprophet.server.rules import RULES
 from fedprophet.settings.describe import misfit
 from fedprophet.settings.section import Section
 from fedprophet.settings.toml import shown
-from fedprophet.settings.values import Budget, Clients, Counts, OfClients, OneOf, Ratio, Rounds, share_of
+from fedprophet.settings.values import Budget, Clients, Counts, OfClients, OneOf, Ratio, Rounds
 
 
 class PopulationSettings(Section):
@@ -133,7 +133,9 @@ class NormSettings(Section):
         "statistics are fixed after a part of each stage.",
     )
     frozen_after: Rounds = Field(
-        default="50%", description='Rounds of a stage after which the statistics are fixed, with layers = "frozen".'
+        default="50%",
+        description='Rounds of a stage after which the statistics are fixed, with layers = "frozen"; a share is of one '
+        "round at least.",
     )
     newcomers: Literal["auto", "initial", "average"] = Field(
         default="auto",
@@ -177,10 +179,9 @@ class NormSettings(Section):
         if at_stages and self.refresh == "none":
             text = '"run", or "stage" with norm.refresh = "clean" or "attacked"'
             yield misfit("norm.refresh_after", self.refresh_after, text)
-        # A preset's share must not refuse a trial run of a single round, where nothing comes after it.
-        tried = config.rounds == 1 and isinstance(self.frozen_after, str)
-        leaves_some = 1 <= share_of(self.frozen_after, config.rounds) < config.rounds
-        if self.layers == "frozen" and not (tried or leaves_some):
+        # A share is one round at least: it fits any number of rounds, a trial run of one too.
+        wrong = isinstance(self.frozen_after, int) and not 1 <= self.frozen_after < config.rounds
+        if self.layers == "frozen" and wrong:
             text = f"at least 1 round and fewer than rounds = {config.rounds}"
             yield misfit("norm.frozen_after", self.frozen_after, text)
 

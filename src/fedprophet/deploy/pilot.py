@@ -30,10 +30,11 @@ from fedprophet.deploy import DeployError, certificates, node, page
 from fedprophet.deploy.keys import HOW, by_key, make_key_pair, registered_form
 from fedprophet.deploy.settings_file import read_settings
 from fedprophet.errors import ConfigError, unknown
+from fedprophet.going_on import PILOT
 from fedprophet.settings.describe import as_toml
 from fedprophet.settings.section import Section
 from fedprophet.settings.values import CUSTOM, Allowed
-from fedprophet.storage.files import PILOT, write_atomic
+from fedprophet.storage.files import write_atomic
 
 PORT = 9092
 CONNECTION = "pilot"

@@ -14,12 +14,12 @@ from fedprophet.display.curves import area, axis
 from fedprophet.display.numbers import counted, percent
 from fedprophet.display.progress import ACCURACIES, RunProgress, events_of, facts_of, headline
 from fedprophet.durations import format_duration
+from fedprophet.going_on import how_to_resume
 from fedprophet.runs.files import resume_hint
 from fedprophet.runs.summary import fault_count, moved_bytes, simulated_seconds
 from fedprophet.runs.watched import Look
 from fedprophet.server.coordinator import Record
 from fedprophet.sizes import format_size
-from fedprophet.storage.files import how_to_resume
 
 EVENTS = 3
 """How many of the last events are shown."""

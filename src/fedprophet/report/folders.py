@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 from fedprophet.config.config import Config
 from fedprophet.config.load import load_config
 from fedprophet.errors import CheckpointError
+from fedprophet.going_on import how_to_resume
 from fedprophet.report.enforced import ClientPlan, EnforcedMemory, together
 from fedprophet.report.runs import (
     Amount,
@@ -31,7 +32,7 @@ from fedprophet.runs.files import RunFiles, no_run
 from fedprophet.runs.journal import Journal
 from fedprophet.runs.summary import fault_count, moved_bytes, simulated_seconds, training_memory
 from fedprophet.server.coordinator import Record
-from fedprophet.storage.files import how_to_resume, is_deployed
+from fedprophet.storage.files import is_deployed
 
 EVALUATION = "evaluation.json"
 """What `fedprophet evaluate` has measured, besides the run's own summary."""

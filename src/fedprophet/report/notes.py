@@ -1,10 +1,9 @@
 """What a reader must know beside the tables: where the numbers come from, and why some are missing."""
 
-import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 
 from fedprophet.display.numbers import counted, percent
+from fedprophet.going_on import how_to_evaluate, how_to_resume
 from fedprophet.methods import METHODS, reads
 from fedprophet.report.compare import (
     ARCHITECTURE,
@@ -23,7 +22,6 @@ from fedprophet.report.compare import (
 from fedprophet.report.runs import DEPLOYED
 from fedprophet.runs.evaluator import KINDS, Kind
 from fedprophet.runs.files import RunFiles
-from fedprophet.storage.files import how_to_resume, in_python
 
 READING = (
     "Personalised: on each client's own held-out data, as in the paper. "
@@ -224,15 +222,8 @@ def _unattacked(setting: Setting) -> Iterator[str]:
         # What is kept of a run whose model is elsewhere has none.
         whole = (run.path for row in without for run in row.runs if RunFiles(run.path).checkpoints.is_dir())
         path = next(whole, None)
-        yield said if path is None else f"{said} Measure {them}: {_measuring(path, kinds, possible)}"
-
-
-def _measuring(path: Path, kinds: tuple[Kind, ...], possible: tuple[Kind, ...]) -> str:
-    """Return what measures a run's accuracies under AutoAttack: a command or, with a model of the user's, a call."""
-    of = {} if kinds == possible else {"of": kinds[0]}
-    flags = "".join(f" --{name} {value}" for name, value in of.items())
-    command = f"fedprophet evaluate {shlex.quote(str(path))} --attack autoattack{flags}"
-    return in_python("evaluate", path, "autoattack", **of) or command
+        of = {} if kinds == possible else {"of": kinds[0]}
+        yield said if path is None else f"{said} Measure {them}: {how_to_evaluate(path, 'autoattack', **of)}"
 
 
 def _speedups(setting: Setting) -> Iterator[str]:

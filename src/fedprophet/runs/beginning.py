@@ -32,7 +32,7 @@ def check_inputs(files: RunFiles, session: Session) -> Mapping[str, str]:
 
     A run that begins writes them down.
     """
-    start = {**session.world.initial_model(), **session.world.initial_layers}
+    start = _start_of(session)
     ours = {"dataset": session.dataset.digest(), "model": digest(start)}
     own = session.config.model.name == CUSTOM
     if not files.inputs.exists():
@@ -53,9 +53,12 @@ def check_inputs(files: RunFiles, session: Session) -> Mapping[str, str]:
 
 def check_start(files: RunFiles, session: Session, inputs: Mapping[str, str]) -> None:
     """Refuse weights that a run's own model began with if they are not those of its fingerprints."""
-    world = session.world
-    if files.start.exists() and digest({**world.initial_model(), **world.initial_layers}) != inputs.get("model"):
+    if files.start.exists() and digest(_start_of(session)) != inputs.get("model"):
         raise _altered(files)
+
+
+def _start_of(session: Session) -> Mapping[str, Tensor]:
+    return {**session.world.initial_model(), **session.world.initial_layers}
 
 
 def _altered(files: RunFiles) -> CheckpointError:

@@ -21,12 +21,12 @@ from torch import Tensor
 from fedprophet.config.compare import completed, differences
 from fedprophet.config.config import Config, machine_keys
 from fedprophet.errors import CheckpointError
+from fedprophet.going_on import how_to_resume
 from fedprophet.messages.codec import CodecError, decode, encode
 from fedprophet.runs.folder import FolderContents
 from fedprophet.runs.tensor_files import Snapshot, TensorFiles, digest_of, file_name
 from fedprophet.storage.files import (
     file_hash,
-    how_to_resume,
     make_folder,
     sync_folder,
     tensor_pieces,

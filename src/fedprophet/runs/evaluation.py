@@ -6,7 +6,6 @@ result.
 """
 
 import os
-import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from fedprophet.attacks.names import parse_attacks
 from fedprophet.errors import ConfigError, unknown
+from fedprophet.going_on import how_to_evaluate
 from fedprophet.messages.modules import digest
 from fedprophet.progress import Watch, unwatched
 from fedprophet.runs.asking import WatchedEngine
@@ -26,7 +26,7 @@ from fedprophet.runs.masking import MaskingCheck, check_masking, masking_warning
 from fedprophet.runs.measured import AGAIN, MeasuredTasks, RememberingEngine, hash_of
 from fedprophet.runs.run import Run, RunStoppedError
 from fedprophet.server.coordinator import Engine
-from fedprophet.storage.files import in_python, make_folder, parse_json, tensors_from_bytes, write_json
+from fedprophet.storage.files import make_folder, parse_json, tensors_from_bytes, write_json
 from fedprophet.storage.locks import folder_lock
 from fedprophet.version import __version__
 
@@ -133,11 +133,8 @@ def _evaluate(evaluator: Evaluator, attacks: Sequence[str], masking_check: bool,
 def _command(path: Path, attacks: Sequence[str], samples: int | None, masking_check: bool, of: Sequence[Kind]) -> str:
     options: dict[str, object] = {} if of == KINDS else {"of": ",".join(of)}
     options |= {} if samples is None else {"samples": samples}
-    flags = "".join(f" --{name} {value}" for name, value in options.items())
-    flags += "" if masking_check else " --no-masking-check"
     options |= {} if masking_check else {"masking_check": False}
-    command = f"fedprophet evaluate {shlex.quote(str(path))} --attack {','.join(attacks)}{flags}"
-    return in_python("evaluate", path, ",".join(attacks), **options) or command
+    return how_to_evaluate(path, ",".join(attacks), **options)
 
 
 def _write(run: Run, state: str, evaluation: RunEvaluation, samples: int | None) -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from fedprophet.errors import CheckpointError
-from fedprophet.storage.files import CONFIG, IDENTITY, file_hash, how_to_resume, parse_json
+from fedprophet.going_on import how_to_resume
+from fedprophet.storage.files import CONFIG, IDENTITY, file_hash, parse_json
 
 NAMED = 3
 """The most runs in a folder that are named."""

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from fedprophet.errors import CheckpointError
+from fedprophet.going_on import how_to_resume
 from fedprophet.runs.files import RunFiles
-from fedprophet.storage.files import append_synced, file_hash, how_to_resume, parse_json, write_atomic, write_error
+from fedprophet.storage.files import append_synced, file_hash, parse_json, write_atomic, write_error
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedprophet.errors import CheckpointError, TemporaryFileError, TrainingError
+from fedprophet.going_on import how_to_resume
 from fedprophet.methods.base import MethodState
 from fedprophet.runs.asking import WatchedEngine
 from fedprophet.runs.beginning import check_inputs
@@ -22,7 +23,7 @@ from fedprophet.runs.setup import note_setup
 from fedprophet.runs.summary import closing_summary, faulty_clients
 from fedprophet.server.coordinator import Record, play_round
 from fedprophet.storage.beside import Beside
-from fedprophet.storage.files import how_to_resume, is_deployed, write_json
+from fedprophet.storage.files import is_deployed, write_json
 from fedprophet.storage.locks import folder_lock
 
 FAILURES_ALLOWED = 3

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from fedprophet import data, models
@@ -24,7 +23,7 @@ from fedprophet.config.config import Config
 from fedprophet.data.dataset import Dataset
 from fedprophet.engines import EngineParts, chosen_engine, cores, expect_engine, make_engine, place_of, threads_of
 from fedprophet.engines.registry import EngineMaker
-from fedprophet.errors import ConfigError, DataError, FedProphetError, ModelError, memory_for, unknown
+from fedprophet.errors import ConfigError, FedProphetError, ModelError, memory_for
 from fedprophet.fleet.device import load_pool
 from fedprophet.fleet.population import Population
 from fedprophet.messages.modules import ModuleStore
@@ -36,6 +35,7 @@ from fedprophet.methods.world import Architecture, World, local_training, needed
 from fedprophet.models.normalize import Normalize
 from fedprophet.models.weights import load_weights
 from fedprophet.randomness import global_rng
+from fedprophet.runs.handed_over import begin_with, channels_last, check_data, check_model, handed_over
 from fedprophet.runs.recorded import RecordedModules
 from fedprophet.server.coordinator import Engine, RemoteEngine
 from fedprophet.settings.values import CUSTOM
@@ -47,8 +47,6 @@ CACHE_DISK = 20 * 10**9
 LAYERS_MEMORY = 500 * 10**6
 HEIGHT_AND_WIDTH = 3
 """The axes that data needs to be mirrored or moved: channels, height, width."""
-COLOURS = (1, 3)
-"""The channels that images have: grey, or red, green and blue."""
 LESS_MEMORY = (
     "Choose a smaller model (model.name, model.options), a smaller dataset or fewer clients (population.clients)"
 )
@@ -204,7 +202,7 @@ def assemble_client(
     population = _population(config, dataset, method.distills)
     started, normalize, notes = _start(config, dataset, model)
     if weights is not None:
-        _begin_with(started, weights)
+        begin_with(started, weights)
     chain = share_norm_layers(started, config.norm.layers)
     family, more = _family(config, dataset, chain, normalize) if method.distills else ({}, ())
     frugal = config.memory.enforce
@@ -239,16 +237,11 @@ def _about_limits(config: Config) -> Iterator[str]:
 
 def load_dataset(config: Config, given: Dataset | None = None) -> Dataset:
     """Return the dataset that a configuration names, or the one that is given."""
-    if isinstance(given, Dataset):
-        return given
     if given is not None:
-        raise DataError(
-            f"data is a {type(given).__name__}, and must be a dataset of FedProphet: make one with "
-            "fedprophet.from_tensors(train_images, train_labels, test_images, test_labels) or, of map-style datasets "
-            "of (image, label), with fedprophet.from_datasets(train, test)"
-        )
+        check_data(given)
+        return given
     if config.data.name == CUSTOM:
-        raise ConfigError(_handed_over(config, "data"))
+        raise ConfigError(handed_over(config, "data"))
     settings = config.data
     return data.load(settings.name, settings.root or None, **settings.options)
 
@@ -307,13 +300,13 @@ def _start(config: Config, dataset: Dataset, given: OwnModel) -> _Start:
             "Load them into it first, and leave model.weights empty"
         )
     if given is not None:
-        _check_given(given)
+        check_model(given)
     if isinstance(given, Chain):
         return _Start(deepcopy(given), normalize)
     if given is not None:
         return _Start(chain_of(deepcopy(given), normalize), normalize)
     if config.model.name == CUSTOM:
-        raise ConfigError(_handed_over(config, "model"))
+        raise ConfigError(handed_over(config, "model"))
     with _about("model.name"):
         model = _build(config, config.model.name, dataset, "model")
     if not config.model.weights:
@@ -329,44 +322,6 @@ def _start(config: Config, dataset: Dataset, given: OwnModel) -> _Start:
                 f"{dataset.shape[0]}"
             )
     return _Start(chain_of(model, expected), expected, (report.summary(),))
-
-
-def _check_given(model: object) -> None:
-    """Raise ModelError if what is passed in as a model is none, or none of the precision that is trained."""
-    if isinstance(model, type):
-        raise ModelError(f"model is the class {model.__name__}. Pass a model of it: model={model.__name__}()")
-    if isinstance(model, str):
-        problem = f": {unknown('model', model, models.MODELS)}" if model not in models.MODELS else ""
-        raise ModelError(
-            f"model is the text {model!r}{problem}. A model that ships is named in the settings, as in "
-            '{"model": {"name": "vgg-small"}}'
-        )
-    if not isinstance(model, nn.Module | Chain):
-        raise ModelError(
-            f"model is of type {type(model).__name__}, and must be an nn.Module or an explicit chain "
-            "(fedprophet.explicit_chain)"
-        )
-    for name, parameter in (model.model if isinstance(model, Chain) else model).named_parameters():
-        if parameter.dtype != torch.float32:
-            kind = str(parameter.dtype).removeprefix("torch.")
-            raise ModelError(f"{name} is {kind}; FedProphet trains float32: call model.float()")
-
-
-def _begin_with(chain: Chain, weights: Mapping[str, Tensor]) -> None:
-    """Give a model that is passed in again the weights that its run began with; refuse one that is built otherwise."""
-    ours, theirs = ({name: _kind(tensor) for name, tensor in each.items()} for each in (chain.tensors, weights))
-    different = [name for name in {**theirs, **ours} if ours.get(name) != theirs.get(name)]
-    if different:
-        name = different[0]
-        raise ModelError(
-            f"the model is not built like the one that the run was started with: there {name!r} is "
-            f"{theirs.get(name, 'not there')}, and here {ours.get(name, 'not there')}. Pass one that is built like it"
-        )
-    chain.load(weights)
-
-
-def _kind(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
 
 
 def _family(
@@ -402,17 +357,7 @@ def _build(config: Config, name: str, dataset: Dataset, purpose: str) -> nn.Modu
         try:
             return models.build(name, dataset.shape, dataset.classes, **options)
         except ModelError as error:
-            raise ModelError(f"{error}{_channels_last(dataset.shape)}") from None
-
-
-def _handed_over(config: Config, what: str) -> str:
-    named = {"model": config.model.name, "data": config.data.name}
-    own = ", ".join(f"{part}=…" for part, name in named.items() if name == CUSTOM)
-    return (
-        f'{what}.name = "{CUSTOM}" stands for what was handed over in Python: use fedprophet.train({own}), or, with a '
-        f"run that is there, fedprophet.resume(RUN, {own}), fedprophet.evaluate(RUN, {own}) or "
-        f"fedprophet.export(RUN, FILE, {own})"
-    )
+            raise ModelError(f"{error}{channels_last(dataset.shape)}") from None
 
 
 @contextmanager
@@ -431,11 +376,4 @@ def _cost(config: Config, chain: Chain, dataset: Dataset) -> ChainCost:
         shape = "x".join(map(str, dataset.shape))
         facts = f"The dataset {dataset.name!r} has images of {shape} and {dataset.classes} classes"
         others = "" if config.data.name == CUSTOM else ": pass one of your own with data=…"
-        raise ModelError(f"{str(error).rstrip('.')}. {facts}{others}{_channels_last(dataset.shape)}") from None
-
-
-def _channels_last(shape: tuple[int, ...]) -> str:
-    """Return a hint if images seem to have their channels last."""
-    if len(shape) != HEIGHT_AND_WIDTH or shape[-1] not in COLOURS or shape[0] in COLOURS:
-        return ""
-    return ". Channels come first: if they are last there, pass images.permute(0, 3, 1, 2)"
+        raise ModelError(f"{str(error).rstrip('.')}. {facts}{others}{channels_last(dataset.shape)}") from None

@@ -3,8 +3,6 @@
 import hashlib
 import json
 import os
-import shlex
-import tomllib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import cache
@@ -19,12 +17,8 @@ from fedprophet.errors import CheckpointError
 
 IDENTITY = "flower.json"
 """A run's file on Flower: the id that its nodes know it by, and whether they are real devices."""
-PILOT = "deploy.toml"
-"""A pilot's file; its runs are in runs/ beside it."""
 CONFIG = "config.toml"
 """A run's configuration."""
-OWN = "custom"
-"""The name there of a model or of data that were passed in from Python: `settings.values.CUSTOM`."""
 TRY_AGAIN = "Make room there or correct its permissions, then try again"
 
 
@@ -190,39 +184,3 @@ def is_deployed(run: Path) -> bool:
         return False
     except (OSError, ValueError, KeyError, TypeError):
         raise CheckpointError(f"{file} is damaged. Put it back from a copy, or start the run anew") from None
-
-
-def how_to_resume(run: Path, round: int | None = None) -> str:
-    """Return the command that resumes a run, quoted for a shell; with a `round`, from that one's checkpoint.
-
-    A run with a model or data of the user's goes on in Python alone.
-    """
-    back = "" if round is None else f" --from-round {round}"
-    whole = run.absolute()
-    pilot = whole.parent.parent
-    try:
-        deployed = is_deployed(run)
-    except CheckpointError:  # opening the run reports the damage
-        deployed = True
-    # A pilot's run has no identity before its first task; it is resumed through the pilot from the start.
-    if whole.parent.name == "runs" and (pilot / PILOT).is_file() and (deployed or not (run / IDENTITY).exists()):
-        return f"fedprophet deploy run {shlex.quote(str(pilot))} --name {shlex.quote(whole.name)} --resume{back}"
-    if deployed:
-        settings = f'out="{whole}" resume=true' + ("" if round is None else f" from-round={round}")
-        return f"flwr run APP SERVER --run-config {shlex.quote(settings)}"
-    more = {} if round is None else {"from_round": round}
-    return in_python("resume", run, **more) or f"fedprophet train --resume {shlex.quote(str(run))}{back}"
-
-
-def in_python(function: str, run: Path, *arguments: object, **more: object) -> str:
-    """Return the call that takes a model or data of the user's again; "" for a run without, which commands know."""
-    own = [f"{part}=…" for part in ("model", "data") if _is_own(run, part)]
-    given = [repr(str(run)), *map(repr, arguments), *(f"{name}={value!r}" for name, value in more.items())]
-    return f"fedprophet.{function}({', '.join((*given, *own))})" if own else ""
-
-
-def _is_own(run: Path, part: str) -> bool:
-    try:
-        return bool(tomllib.loads((run / CONFIG).read_text("utf-8"))[part]["name"] == OWN)
-    except (OSError, ValueError, LookupError, TypeError):
-        return False
