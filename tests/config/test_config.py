@@ -44,8 +44,12 @@ def test_a_ctrl_c_waits_until_the_model_of_a_configuration_is_built(monkeypatch:
         return built[-1]
 
     monkeypatch.setattr("fedprophet.config.config.create_model", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        _composed.__wrapped__(())
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored where tests run in the background
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            _composed.__wrapped__(())
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert len(built) == 1
 
 
